@@ -1,0 +1,141 @@
+"""The whole configuration as one typed tree. Reading files and flags is cluster's; this is pure.
+
+Unknown fields are refused and the error names the path, e.g. `decode.max_batch`. Sizes that are None are chosen from
+the machine when the cluster starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from pd_core.errors import ConfigError
+
+
+class FakeEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Artificial times of the fake engine (`model.path: fake`), so that tests can meet a request in any phase.
+
+    step_s: each engine step takes this long; token_s: and this for every prompt token in it
+    """
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    context_tokens: int = 512
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """path: a Hugging Face folder, a GGUF file, "fake", or None for the embedded SmolLM2-135M-Instruct."""
+
+    path: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    fake: FakeEngineConfig = FakeEngineConfig()
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """max_queue: requests that may wait for a turn; one more is refused with 429.
+
+    queue_timeout_s:   a request that had no turn by then is refused with 429
+    request_timeout_s: the whole of a request, queue to last token
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_queue: int = 64
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 4 << 20
+
+
+class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """chunk_tokens: tokens of one engine step, a multiple of 16; max_running: prompts in the worker at once."""
+
+    num_workers: int = 1
+    num_blocks: int | None = None
+    chunk_tokens: int = 256
+    max_running: int = 4
+    num_threads: int | None = None
+
+
+class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """max_batch: sequences in one decode step; max_reserved: tickets that may be open at once."""
+
+    num_workers: int = 1
+    num_blocks: int | None = None
+    max_batch: int = 16
+    max_reserved: int = 16
+    num_threads: int | None = None
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """host: the address that workers bind to and advertise; lease_s: how long a writer may be silent."""
+
+    host: str = "127.0.0.1"
+    lease_s: float = 3.0
+    push_timeout_s: float = 10.0
+
+
+class HeartbeatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker silent for suspect_s gets no new work; silent for dead_s it is dead: killed, fenced, started again."""
+
+    interval_s: float = 0.5
+    suspect_s: float = 2.0
+    dead_s: float = 10.0
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelConfig = ModelConfig()
+    router: RouterConfig = RouterConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    transfer: TransferConfig = TransferConfig()
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """The typed tree. Raises ConfigError whose `param` is the path of the wrong field."""
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        sentence, _, path = str(error).partition(" - at `$")
+        raise ConfigError(f"{path.strip('`.') or 'config'}: {sentence}", param=path.strip("`.") or None) from error
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError for values that no type can forbid; the sentence names the field and its limit."""
+    limits: list[tuple[str, float, float, float]] = [
+        ("model.fake.step_s", config.model.fake.step_s, 0.0, 60.0),
+        ("model.fake.token_s", config.model.fake.token_s, 0.0, 60.0),
+        ("model.fake.context_tokens", config.model.fake.context_tokens, 16, 1 << 20),
+        ("router.port", config.router.port, 0, 65535),
+        ("router.max_queue", config.router.max_queue, 0, 100_000),
+        ("router.queue_timeout_s", config.router.queue_timeout_s, 0.01, 86_400.0),
+        ("router.request_timeout_s", config.router.request_timeout_s, 0.01, 86_400.0),
+        ("router.max_body_bytes", config.router.max_body_bytes, 1 << 10, 1 << 30),
+        ("prefill.num_workers", config.prefill.num_workers, 1, 1024),
+        ("prefill.chunk_tokens", config.prefill.chunk_tokens, 16, 1 << 16),
+        ("prefill.max_running", config.prefill.max_running, 1, 1024),
+        ("decode.num_workers", config.decode.num_workers, 1, 1024),
+        ("decode.max_batch", config.decode.max_batch, 1, 1024),
+        ("decode.max_reserved", config.decode.max_reserved, 1, 1024),
+        ("transfer.lease_s", config.transfer.lease_s, 0.05, 60.0),
+        ("transfer.push_timeout_s", config.transfer.push_timeout_s, 0.05, 600.0),
+        ("heartbeat.interval_s", config.heartbeat.interval_s, 0.01, 60.0),
+        ("heartbeat.suspect_s", config.heartbeat.suspect_s, config.heartbeat.interval_s, 600.0),
+        ("heartbeat.dead_s", config.heartbeat.dead_s, config.heartbeat.suspect_s, 3600.0),
+    ]
+    optional: list[tuple[str, int | None, int]] = [
+        ("prefill.num_blocks", config.prefill.num_blocks, 1 << 24),
+        ("prefill.num_threads", config.prefill.num_threads, 1024),
+        ("decode.num_blocks", config.decode.num_blocks, 1 << 24),
+        ("decode.num_threads", config.decode.num_threads, 1024),
+    ]
+    limits += [(path, value, 1, high) for path, value, high in optional if value is not None]
+    for path, number, low, high in limits:
+        if not low <= number <= high:
+            raise ConfigError(f"{path} is {number:g}; it must be between {low:g} and {high:g}", param=path)
+    if config.prefill.chunk_tokens % 16:
+        chunk = config.prefill.chunk_tokens
+        raise ConfigError(f"prefill.chunk_tokens is {chunk}; it must be a multiple of 16", param="prefill.chunk_tokens")

@@ -1,0 +1,187 @@
+"""What router, workers and supervisor say to each other over pd_rpc. The class's tag picks the handler.
+
+    router  -> decode    StartDecode   : TicketGranted, HandoffCommitted, TokenMade ...
+    router  -> prefill   StartPrefill  : TokenMade, PrefillDone
+    prefill -> decode    RenewLease    : LeaseHeld
+                         FinishPrefill : HandoffVerdict
+                         AbandonPrefill: LeaseHeld
+    anyone  -> worker    WatchStatus   : WorkerStatus ...
+                         ReadLedger    : LedgerSnapshot
+                         Drain         : Drained
+
+Left of the colon the call, right of it what comes back; `...` is a stream. A call that fails comes back as an
+ErrorInfo and is raised as its own class again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pd_core.ledger import LedgerCounts, LedgerReport
+from pd_core.request import FinishReason, GenerateRequest
+from pd_core.ticket import FirstToken, Ticket, TicketRef
+
+
+class StartDecode(msgspec.Struct, frozen=True, tag="start_decode"):
+    """Reserve room for the request, take its KV when it comes, then decode it.
+
+    Raises Overloaded when there is no room now, ContextLengthExceeded when there never is.
+    """
+
+    request: GenerateRequest
+    attempt: int
+
+
+class StartPrefill(msgspec.Struct, frozen=True, tag="start_prefill"):
+    """Compute the request's KV, draw its first token, and hand both to the ticket's issuer."""
+
+    request: GenerateRequest
+    ticket: Ticket
+
+
+class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease"):
+    """The writer is alive. Raises StaleTicket when nobody waits for it any more."""
+
+    ref: TicketRef
+
+
+class FinishPrefill(msgspec.Struct, frozen=True, tag="finish_prefill"):
+    """Every block has been sent. Answered when the handoff is committed, or with what is missing."""
+
+    ref: TicketRef
+    first_token: FirstToken
+
+
+class AbandonPrefill(msgspec.Struct, frozen=True, tag="abandon_prefill"):
+    """The writer gives up and has stopped writing."""
+
+    ref: TicketRef
+    reason: str
+
+
+class WatchStatus(msgspec.Struct, frozen=True, tag="watch_status"):
+    """Send a WorkerStatus now and every `interval_s`."""
+
+    interval_s: float
+
+
+class ReadLedger(msgspec.Struct, frozen=True, tag="read_ledger"):
+    """Who holds which blocks right now."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no new work, let what runs end within `grace_s`."""
+
+    grace_s: float
+
+
+class TicketGranted(msgspec.Struct, frozen=True, tag="ticket_granted"):
+    ticket: Ticket
+
+
+class HandoffCommitted(msgspec.Struct, frozen=True, tag="handoff_committed"):
+    """All blocks are there and verified; the request is in the decode batch.
+
+    path: the transport that carried them; num_bytes: KV bytes received; wait_s: from ticket to commit
+    """
+
+    path: str
+    num_blocks: int
+    num_bytes: int
+    wait_s: float
+
+
+class TokenMade(msgspec.Struct, frozen=True, tag="token_made"):
+    """Token `index` of the client's stream. `finish` is set on the last."""
+
+    index: int
+    token: int
+    finish: FinishReason | None = None
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
+    """The prefill worker holds nothing of the request any more.
+
+    compute_s: time in the engine; push_s: time from the first token to the commit; num_bytes: KV bytes sent
+    """
+
+    num_chunks: int
+    compute_s: float
+    push_s: float
+    num_bytes: int
+
+
+class LeaseHeld(msgspec.Struct, frozen=True, tag="lease_held"):
+    """Understood."""
+
+
+class HandoffVerdict(msgspec.Struct, frozen=True, tag="handoff_verdict"):
+    """What became of a FinishPrefill: committed when `missing` is empty, else send these blocks again."""
+
+    missing: list[int]
+
+
+class WorkerState(enum.Enum):
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, tag="worker_status"):
+    """A worker's heartbeat. `number` counts up by one within one incarnation.
+
+    counters: totals since boot, by metric name (tokens, handoffs, transfer bytes, ...)
+    detail:   what the engine says of itself, for /ready
+    """
+
+    name: str
+    role: str
+    incarnation: str
+    number: int
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    blocks: LedgerCounts
+    context_tokens: int
+    pool_tokens: int
+    counters: dict[str, float]
+    detail: dict[str, str]
+
+
+class LedgerSnapshot(msgspec.Struct, frozen=True, tag="ledger_snapshot"):
+    report: LedgerReport
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """How many requests were still running when the grace time was over."""
+
+    num_cut: int
+
+
+WORKER_REPLIES = (
+    TicketGranted
+    | HandoffCommitted
+    | TokenMade
+    | PrefillDone
+    | LeaseHeld
+    | HandoffVerdict
+    | WorkerStatus
+    | LedgerSnapshot
+    | Drained
+)
+"""Everything that may come back from a worker; what an RpcClient to a worker is told to decode."""
+
+
+class WorkerEndpoint(msgspec.Struct, frozen=True):
+    """Where one boot of a worker can be reached; what the supervisor tells the router.
+
+    role: "prefill" or "decode"; host, port: its control connections; pid: its process on that host
+    """
+
+    name: str
+    role: str
+    host: str
+    port: int
+    incarnation: str
+    pid: int
