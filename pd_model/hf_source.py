@@ -1,0 +1,211 @@
+"""Reads a Llama from a Hugging Face folder: config.json, safetensors (one file or shards), tokenizer.json.
+
+What this decoder does not do is refused by name: a setting that were ignored would give wrong text.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pd_core.errors import ModelError
+from pd_model.manifest import ModelManifest, check_manifest, tensor_shapes
+from pd_model.safetensors_file import TensorEntry, read_float32, read_header
+from pd_model.source import name_some
+
+T = TypeVar("T")
+
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+NEEDED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "num_local_experts": (None, 0),
+    "num_experts": (None, 0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+}
+"""Settings of config.json and the values that this decoder can serve; absent counts as the first of them."""
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    path: Path
+    entry: TensorEntry
+    data_start: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights. Raises ModelError when there are none or shards are missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no weight_map")
+        names = {str(name) for name in weight_map.values()}
+        if strange := {name for name in names if Path(name).name != name}:
+            raise ModelError(f"{index} names files outside its folder: {name_some(strange)}")
+        paths = [folder / name for name in sorted(names)]
+    else:
+        paths = [folder / "model.safetensors"]
+    if missing := {path.name for path in paths if not path.is_file()}:
+        raise ModelError(f"{folder} lacks {name_some(missing)}; only safetensors weights are supported")
+    return paths
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Every file that a conversion reads. Raises ModelError when the folder holds no model."""
+    for needed in ("config.json", "tokenizer.json"):
+        if not (folder / needed).is_file():
+            raise ModelError(f"{folder} is not a Hugging Face model folder: it lacks {needed}")
+    return [*(path for name in TEXT_FILES if (path := folder / name).is_file()), *weight_files(folder)]
+
+
+class HfSource:
+    """A folder with a LlamaForCausalLM. Raises ModelError for another model, or a setting that is not supported yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._config = _read_json(folder / "config.json")
+        self._generation = _read_json_if_there(folder / "generation_config.json")
+        self._tokenizer_config = _read_json_if_there(folder / "tokenizer_config.json")
+        self._manifest = self._read_manifest()
+        self._tensors: dict[str, _Tensor] = {}
+        for path in weight_files(folder):
+            entries, data_start = read_header(path)
+            self._tensors |= {name: _Tensor(path, entry, data_start) for name, entry in entries.items()}
+
+    @property
+    def manifest(self) -> ModelManifest:
+        return self._manifest
+
+    @cached_property
+    def tokenizer_json(self) -> str:
+        return (self._folder / "tokenizer.json").read_text("utf-8")
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        own_file = self._folder / "chat_template.jinja"
+        if own_file.is_file():
+            return own_file.read_text("utf-8")
+        template = self._tokenizer_config.get("chat_template")
+        if isinstance(template, list):  # several by name: the one for plain chats is called "default"
+            plain = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = plain[0].get("template") if plain else None
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{self._folder}/tokenizer_config.json has a chat_template that is no text")
+        return template
+
+    @property
+    def template_tokens(self) -> dict[str, str]:
+        found = {}
+        for variable in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = self._tokenizer_config.get(variable)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found[variable] = text
+        return found
+
+    def check_tensors(self) -> None:
+        needed = tensor_shapes(self._manifest).keys()
+        # Old checkpoints carry the rotary frequencies, which follow from rope_theta.
+        # Some store a tied head although it is the embedding.
+        idle = {name for name in self._tensors if name.endswith(".rotary_emb.inv_freq")}
+        if self._manifest.tied_embeddings:
+            idle.add("lm_head.weight")
+        if missing := needed - self._tensors.keys():
+            raise ModelError(f"{self._folder} lacks tensors: {name_some(missing)}")
+        if unknown := self._tensors.keys() - needed - idle:
+            raise ModelError(f"{self._folder} has tensors that are not supported yet: {name_some(unknown)}")
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        tensor = self._tensors[name]
+        return read_float32(tensor.path, name, tensor.entry, tensor.data_start)
+
+    def _setting(self, key: str, kind: type[T], default: T | None = None) -> T:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            raise ModelError(f"{self._folder}/config.json has {value!r} for {key}; {kind.__name__} is needed")
+        return value
+
+    def _read_manifest(self) -> ModelManifest:
+        self._refuse_variants()
+        hidden_size = self._setting("hidden_size", int)
+        num_heads = self._setting("num_attention_heads", int)
+        manifest = ModelManifest(
+            architecture="llama",
+            num_layers=self._setting("num_hidden_layers", int),
+            hidden_size=hidden_size,
+            intermediate_size=self._setting("intermediate_size", int),
+            num_heads=num_heads,
+            num_kv_heads=self._setting("num_key_value_heads", int, num_heads),
+            head_dim=self._setting("head_dim", int, hidden_size // max(num_heads, 1)),
+            vocab_size=self._setting("vocab_size", int),
+            context_tokens=self._setting("max_position_embeddings", int),
+            rms_norm_eps=self._setting("rms_norm_eps", float),
+            rope_theta=self._rope_theta(),
+            tied_embeddings=self._setting("tie_word_embeddings", bool, False),
+            eos_token_ids=self._eos_token_ids(),
+            bos_token_id=self._config.get("bos_token_id"),
+        )
+        check_manifest(manifest)
+        return manifest
+
+    def _refuse_variants(self) -> None:
+        model_type = self._config.get("model_type")
+        architectures = self._config.get("architectures") or ["LlamaForCausalLM"]
+        if model_type != "llama" or architectures != ["LlamaForCausalLM"]:
+            raise ModelError(
+                f"{self._folder} holds model_type {model_type!r}, architectures {architectures}; "
+                "only 'llama' with LlamaForCausalLM is supported yet"
+            )
+        for key, served in NEEDED_SETTINGS.items():
+            value = self._config.get(key, served[0])
+            if value not in served:
+                raise ModelError(f"{self._folder}/config.json has {key} {value!r}, which is not supported yet")
+
+    def _rope_theta(self) -> float:
+        """Newer configs keep it in rope_parameters, older ones beside rope_scaling."""
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = self._config.get(key) or {}
+            if not isinstance(rope, dict):
+                raise ModelError(f"{self._folder}/config.json has {key} {rope!r}, which is no set of settings")
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            extra = rope.keys() - {"rope_type", "type", "rope_theta"}
+            if kind != "default" or extra:
+                raise ModelError(f"{self._folder}/config.json has {key} {rope}, which is not supported yet")
+            if "rope_theta" in rope:
+                return float(rope["rope_theta"])
+        return self._setting("rope_theta", float, 10000.0)
+
+    def _eos_token_ids(self) -> list[int]:
+        ends = self._generation.get("eos_token_id", self._config.get("eos_token_id"))
+        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(isinstance(end, int) for end in listed):
+            raise ModelError(f"{self._folder} has eos_token_id {ends!r}, which is no token id")
+        return sorted(set(listed))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
