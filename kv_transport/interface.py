@@ -1,0 +1,98 @@
+"""Moving whole KV blocks under a ticket. The caller does not know the path.
+
+    prefill worker                                   decode worker
+    BlockSender.push ----- blocks and digests -----> BlockReceiver -- events --> the ticket's machine
+
+Every way to move KV implements these two; one contract test runs over all of them (tests/contract).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from pd_core.ticket import Ticket, TicketRef, TransportAddress
+
+
+class BlocksArrived(msgspec.Struct, frozen=True):
+    """Blocks of one frame are in their slots and have been compared with their digests.
+
+    verified, corrupt: indices in the ticket's range; num_bytes: KV bytes received
+    """
+
+    ref: TicketRef
+    verified: list[int]
+    corrupt: list[int]
+    num_bytes: int
+
+
+class WriterStopped(msgspec.Struct, frozen=True):
+    """A connection that was writing under this ticket broke or was closed; what it had not finished is missing."""
+
+    ref: TicketRef
+    reason: str
+
+
+ReceiverEvent: TypeAlias = BlocksArrived | WriterStopped
+
+
+class PushReceipt(msgspec.Struct, frozen=True):
+    """What one push put on the wire. `seconds` is the time on the path, without waiting for a turn."""
+
+    path: str
+    num_bytes: int
+    seconds: float
+
+
+class BlockReceiver(Protocol):
+    """The receiving side of one pool. Its methods belong to the event loop that started it."""
+
+    @property
+    def addresses(self) -> list[TransportAddress]:
+        """Where writers can reach it, for tickets."""
+        ...
+
+    async def start(self) -> None: ...
+
+    def open_ticket(self, ticket: Ticket, on_event: Callable[[ReceiverEvent], None]) -> None:
+        """Lets the ticket's holder write into `ticket.block_ids`. `on_event` is called on the event loop."""
+        ...
+
+    async def close_ticket(self, ref: TicketRef) -> None:
+        """Takes the permission back and returns when nothing can write into its blocks any more.
+
+        After the return no event comes for it and no byte of its blocks changes. A writer that is inside a frame is
+        cut off when the frame does not end within a short grace time: the wait is bounded.
+        """
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Totals since start: kv_bytes_received, kv_blocks_corrupt, kv_frames_stale, kv_connections_refused."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class BlockSender(Protocol):
+    """The sending side of one pool."""
+
+    async def push(
+        self,
+        ticket: Ticket,
+        indices: Sequence[int],
+        block_ids: Sequence[int],
+        digests: Sequence[int],
+        deadline_s: float,
+    ) -> PushReceipt:
+        """Writes `block_ids[i]` of our pool to block `indices[i]` of the ticket's range.
+
+        Returns when the bytes have left (our blocks may change again), not when they have arrived: what arrived is
+        known to the receiver, who says at the end what is missing. `digests` are `block_digest` of the blocks.
+        A cancelled push no longer reads our blocks when the cancellation returns.
+        Raises TransferError when no address can be reached or the connection breaks, DeadlineExceeded.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,187 @@
+"""One connection of a writer to a TcpBlockReceiver, served by one thread from handshake to end.
+
+    handshake --> between frames <--> in a frame --> end
+                        `---- stale frame: drained ----'
+
+Blocks go from the socket straight into the slots of the receiver's own ticket. Nothing is allocated on the word of
+the peer: what has no slot is drained into a scratch buffer of fixed size.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kv_transport.permits import OpenFrame
+from kv_transport.reception import Reception
+from kv_transport.tcp import TcpOptions
+from kv_transport.tcp_frames import (
+    MAX_FRAME_BLOCKS,
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    FrameHeader,
+    blocks_per_frame,
+    parse_header,
+    parse_prefix,
+)
+from kv_transport.tcp_sockets import limit_silence, receive_all, tune
+from pd_core.errors import KvrelayError, ProtocolError, StaleTicket, TransferError
+from pd_core.memory import BlockMemory
+
+_log = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 256 * 1024
+
+
+class WriterConnection:
+    """A writer as the permit table knows it: `run` in a thread of its own, `cut` from any other.
+
+    authenticate: runs the handshake on the socket; raises KvrelayError or OSError
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        memory: BlockMemory,
+        reception: Reception,
+        options: TcpOptions,
+        authenticate: Callable[[socket.socket], object],
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._memory = memory
+        self._reception = reception
+        self._options = options
+        self._authenticate = authenticate
+        self._lock = threading.Lock()
+        self._cut_reason: str | None = None
+        self._head = memoryview(bytearray(PREFIX_BYTES + MAX_HEADER_BYTES))
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._max_payload_bytes = memory.block_bytes * min(
+            blocks_per_frame(memory.block_bytes, options.max_frame_bytes), MAX_FRAME_BLOCKS
+        )
+
+    def cut(self, reason: str) -> None:
+        """Shuts the socket down, which wakes the thread wherever it waits."""
+        with self._lock:
+            if self._cut_reason is None:
+                self._cut_reason = reason
+                _shut_down(self._sock)
+
+    def run(self) -> None:
+        """Serves the connection until it ends, and closes it."""
+        try:
+            if self._prove():
+                while self._serve_frame():
+                    pass
+        except (KvrelayError, OSError) as error:
+            _log.warning("KV connection from %s closed: %s", self.address, self._cut_reason or error)
+        finally:
+            with self._lock:
+                self._cut_reason = self._cut_reason or "closed"
+                self._sock.close()
+
+    def _prove(self) -> bool:
+        try:
+            tune(self._sock, self._options)
+            self._authenticate(self._sock)
+            limit_silence(self._sock, self._options.frame_silence_s)
+        except (KvrelayError, OSError) as error:
+            self._reception.count("kv_connections_refused", 1)
+            _log.warning("KV connection from %s refused: %s", self.address, self._cut_reason or error)
+            return False
+        return True
+
+    def _serve_frame(self) -> bool:
+        """Takes one frame; False at the end of the connection."""
+        if not self._wait_for_frame():
+            return False
+        prefix = parse_prefix(self._head[:PREFIX_BYTES], self._max_payload_bytes)
+        data = self._head[PREFIX_BYTES : PREFIX_BYTES + prefix.num_header_bytes]
+        self._receive_start(data)
+        header = parse_header(data, prefix, self._memory.block_bytes)
+        try:
+            frame = self._reception.begin_frame(header.ref, header.indices, self)
+        except StaleTicket:
+            self._drain(prefix.num_payload_bytes)
+        except ProtocolError as error:
+            self._reception.writer_stopped(header.ref, f"{self.address}: {error.message}")
+            raise
+        else:
+            self._receive_blocks(frame, header)
+        return True
+
+    def _receive_blocks(self, frame: OpenFrame, header: FrameHeader) -> None:
+        num_bytes = 0
+        try:
+            for num_more in receive_all(self._sock, self._places(frame.slots)):
+                num_bytes += num_more
+            failure = "the connection ended"
+        except BlockingIOError:
+            failure = f"silent for {self._options.frame_silence_s:g} s"
+        except OSError as error:
+            failure = str(error)
+        finally:
+            self._reception.end_frame(frame, header.digests, num_bytes // self._memory.block_bytes)
+        if num_bytes < len(frame.slots) * self._memory.block_bytes:
+            reason = f"{self.address}: stopped in the middle of a frame: {self._cut_reason or failure}"
+            self._reception.writer_stopped(frame.ref, reason)
+            raise TransferError(reason)
+
+    def _wait_for_frame(self) -> bool:
+        """Receives a prefix; False when the peer ended the connection before its first byte, or is idle too long."""
+        ends_s = time.monotonic() + self._options.receiver_idle_s
+        while True:
+            try:
+                num_bytes = self._sock.recv_into(self._head[:PREFIX_BYTES])
+            except BlockingIOError:
+                if self._cut_reason is not None or time.monotonic() >= ends_s:
+                    return False
+                continue
+            if num_bytes == 0:
+                return False
+            self._receive_start(self._head[num_bytes:PREFIX_BYTES])
+            return True
+
+    def _receive_start(self, view: memoryview) -> None:
+        """Fills a small piece within one silence limit, however slowly it drips. Raises TransferError."""
+        try:
+            num_bytes = self._sock.recv_into(view, len(view), socket.MSG_WAITALL) if len(view) else 0
+        except BlockingIOError:
+            num_bytes = 0
+        if num_bytes < len(view):
+            raise TransferError(f"the start of a frame was not there within {self._options.frame_silence_s:g} s")
+
+    def _drain(self, num_bytes: int) -> None:
+        """Takes bytes that nobody wants. Raises TransferError when they end early."""
+        try:
+            num_bytes -= sum(receive_all(self._sock, self._scratch_for(num_bytes)))
+        except BlockingIOError as error:
+            raise TransferError(f"silent for {self._options.frame_silence_s:g} s in a stale frame") from error
+        if num_bytes:
+            raise TransferError("the connection ended in the middle of a stale frame")
+
+    def _places(self, slots: Sequence[int | None]) -> list[memoryview]:
+        places: list[memoryview] = []
+        for slot in slots:
+            if slot is None:
+                places.extend(self._scratch_for(self._memory.block_bytes))
+            else:
+                places.append(self._memory.block(slot))
+        return places
+
+    def _scratch_for(self, num_bytes: int) -> list[memoryview]:
+        """Pieces of the one scratch buffer, again and again, for bytes that nobody wants."""
+        whole, rest = divmod(num_bytes, SCRATCH_BYTES)
+        return [self._scratch] * whole + [self._scratch[:rest]]
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # the peer was faster: it is shut down
