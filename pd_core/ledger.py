@@ -91,6 +91,7 @@ class BlockLedger:
 
     def try_hold(self, holder: str, num_blocks: int) -> list[int] | None:
         """Takes free blocks for `holder`, after those it already has; None when there are too few."""
+        self._check_amount(num_blocks)
         if num_blocks > len(self._free):
             return None
         taken = self._take(num_blocks)
@@ -127,6 +128,7 @@ class BlockLedger:
 
     def try_reserve(self, num_blocks: int) -> Reservation | None:
         """Sets free blocks aside for a ticket under a new epoch; None (and no new epoch) when there are too few."""
+        self._check_amount(num_blocks)
         if num_blocks > len(self._free):
             return None
         self._epoch += 1
@@ -194,6 +196,10 @@ class BlockLedger:
                 seen[block_id] = state
         if len(seen) != self._num_blocks:
             raise LedgerCorrupt(f"{self._num_blocks - len(seen)} blocks are in no state")
+
+    def _check_amount(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise InvalidTransition(f"{num_blocks} blocks cannot be taken")
 
     def _take(self, num_blocks: int) -> list[int]:
         return [self._free.pop() for _ in range(num_blocks)]

@@ -140,6 +140,7 @@ class RequestLife(msgspec.Struct, frozen=True):
 
     attempt:   count of placements; part of every ticket
     open_legs: legs that hold something on a worker
+    is_committed: decode owns the KV of this attempt
     """
 
     request_id: str
@@ -149,10 +150,16 @@ class RequestLife(msgspec.Struct, frozen=True):
     decode: str | None = None
     open_legs: frozenset[Leg] = frozenset()
     tokens: tuple[int, ...] = ()
+    is_committed: bool = False
 
     @property
     def is_over(self) -> bool:
         return self.state in _OVER
+
+    @property
+    def has_handed_off(self) -> bool:
+        """The prefill leg may end: its token was delivered, or decode has it with the KV."""
+        return bool(self.tokens) or self.is_committed
 
     def story(self) -> str:
         legs = "+".join(sorted(leg.value for leg in self.open_legs)) or "none"
@@ -190,6 +197,7 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
                 prefill=prefill,
                 decode=decode,
                 open_legs=frozenset({Leg.DECODE}),
+                is_committed=False,
             )
             return placed, [OpenDecode(decode)]
         case RequestState.RESERVING, TicketReceived(ticket=ticket) if life.prefill is not None:
@@ -200,7 +208,11 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
             return again, [CloseLeg(Leg.DECODE)]
         case ((RequestState.PREFILLING | RequestState.DECODING), TokenReceived()):
             return _token(life, event)
-        case ((RequestState.PREFILLING | RequestState.DECODING), LegEnded(leg=Leg.PREFILL)) if life.tokens:
+        case ((RequestState.PREFILLING | RequestState.DECODING), KvCommitted()) if not life.is_committed:
+            return _replace(life, is_committed=True), []
+        case ((RequestState.PREFILLING | RequestState.DECODING), LegEnded(leg=Leg.PREFILL)) if life.has_handed_off:
+            return _replace(life, open_legs=life.open_legs - {Leg.PREFILL}), []
+        case ((RequestState.PREFILLING | RequestState.DECODING), LegFailed(leg=Leg.PREFILL)) if life.is_committed:
             return _replace(life, open_legs=life.open_legs - {Leg.PREFILL}), []
         case ((RequestState.RESERVING | RequestState.PREFILLING | RequestState.DECODING), LegEnded(leg=leg)):
             return _fail(life, ProtocolError(f"the {leg.value} leg ended early: {life.story()}"))

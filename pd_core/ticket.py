@@ -1,7 +1,7 @@
 """Permission to write into reserved blocks, and its life in the pool that issued it.
 
-    RESERVED -> FILLING -> COMMITTED
-        \\________\\______> ABORTED -> RELEASED
+    RESERVED -> FILLING -> SEALING -> COMMITTED
+        \\________\\__________\\____> ABORTED -> RELEASED
 
 The machine knows no clock and no socket: `now_s` comes in with the event, what is to be done goes out as commands.
 An event that the table does not have for a state raises InvalidTransition and changes nothing; one that names another
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from pd_core.errors import InvalidTransition, KvrelayError, LeaseExpired, StaleTicket, TransferError
+from pd_core.errors import DigestMismatch, InvalidTransition, KvrelayError, LeaseExpired, StaleTicket
 from pd_core.request import FinishReason
 
 
@@ -75,7 +75,8 @@ class FirstToken(msgspec.Struct, frozen=True):
 class TicketState(enum.Enum):
     RESERVED = "reserved"  # blocks set aside, nothing has arrived
     FILLING = "filling"  # at least one block has arrived
-    COMMITTED = "committed"  # all arrived and verified, the first token is known; the blocks belong to the request
+    SEALING = "sealing"  # all arrived and verified, the first token is known; writers may still be inside the blocks
+    COMMITTED = "committed"  # and nothing can write any more: the blocks belong to the request
     ABORTED = "aborted"  # given up; writers may still be inside the blocks
     RELEASED = "released"  # nothing can write any more; the blocks are free
 
@@ -132,6 +133,10 @@ TicketEvent: TypeAlias = (
 )
 
 
+class Seal(msgspec.Struct, frozen=True):
+    """Everything is there; the transport must let no writer in any more and say when none is left."""
+
+
 class JoinBatch(msgspec.Struct, frozen=True):
     """Blocks become the request's; it may decode."""
 
@@ -139,7 +144,10 @@ class JoinBatch(msgspec.Struct, frozen=True):
 
 
 class Revoke(msgspec.Struct, frozen=True):
-    """Blocks go into quarantine; the transport must stop every writer and say when none is left."""
+    """Blocks go into quarantine; the transport must stop every writer and say when none is left.
+
+    Where it has been told so already (`Seal`), what it says then is what is waited for.
+    """
 
     error: KvrelayError
 
@@ -154,7 +162,7 @@ class CountCorrupt(msgspec.Struct, frozen=True):
     index: int
 
 
-TicketCommand: TypeAlias = JoinBatch | Revoke | FreeBlocks | CountCorrupt
+TicketCommand: TypeAlias = Seal | JoinBatch | Revoke | FreeBlocks | CountCorrupt
 
 
 class TicketLife(msgspec.Struct, frozen=True):
@@ -178,6 +186,11 @@ class TicketLife(msgspec.Struct, frozen=True):
         return [index for index in range(self.num_blocks) if not self.arrived >> index & 1]
 
     @property
+    def is_open(self) -> bool:
+        """Whether the handoff may still succeed or fail."""
+        return self.state in (TicketState.RESERVED, TicketState.FILLING, TicketState.SEALING)
+
+    @property
     def is_over(self) -> bool:
         return self.state in (TicketState.COMMITTED, TicketState.RELEASED)
 
@@ -188,8 +201,11 @@ class TicketLife(msgspec.Struct, frozen=True):
     def validate(self) -> None:
         """Raises InvalidTransition when the fields contradict each other."""
         complete = self.arrived == (1 << self.num_blocks) - 1
-        if self.state is TicketState.COMMITTED and not (complete and self.first_token):
-            raise InvalidTransition(f"committed before it was complete: {self.story()}")
+        sealed = self.state in (TicketState.SEALING, TicketState.COMMITTED)
+        if sealed and not (complete and self.first_token):
+            raise InvalidTransition(f"sealed before it was complete: {self.story()}")
+        if self.state in (TicketState.RESERVED, TicketState.FILLING) and complete and self.first_token:
+            raise InvalidTransition(f"complete and not sealed: {self.story()}")
         if self.state is TicketState.RESERVED and self.arrived:
             raise InvalidTransition(f"blocks arrived unnoticed: {self.story()}")
         if self.arrived >> self.num_blocks:
@@ -203,41 +219,89 @@ def issue(ref: TicketRef, num_blocks: int, lease_s: float, now_s: float) -> Tick
 
 def step(life: TicketLife, event: TicketEvent) -> tuple[TicketLife, list[TicketCommand]]:
     """Next state and what to do about it. Raises InvalidTransition (a fault of ours) or StaleTicket (a late writer)."""
-    match life.state, event:
-        case _, BlockVerified() | BlockCorrupt() | LeaseRenewed() | PrefillFinished() if event.ref != life.ref:
+    match event:
+        case BlockVerified() | BlockCorrupt() | LeaseRenewed() | PrefillFinished() if event.ref != life.ref:
             raise StaleTicket(f"expected epoch {life.ref.epoch} of {life.ref}, got {event.ref}")
-        case TicketState.RESERVED | TicketState.FILLING, BlockVerified(index=index, now_s=now_s):
+    match life.state:
+        case TicketState.RESERVED | TicketState.FILLING:
+            return _while_filling(life, event)
+        case TicketState.SEALING:
+            return _while_sealing(life, event)
+        case _:
+            return _when_decided(life, event)
+
+
+def _while_filling(life: TicketLife, event: TicketEvent) -> tuple[TicketLife, list[TicketCommand]]:
+    match event:
+        case BlockVerified(index=index, now_s=now_s):
             _check_index(life, index)
             return _complete(_heard(life, now_s, arrived=life.arrived | 1 << index))
-        case TicketState.RESERVED | TicketState.FILLING, BlockCorrupt(index=index, now_s=now_s):
+        case BlockCorrupt(index=index, now_s=now_s):
             _check_index(life, index)
             # A second copy that comes wrong has overwritten a first that was right: the slot is empty again.
             return _heard(life, now_s, arrived=life.arrived & ~(1 << index)), [CountCorrupt(index)]
-        case TicketState.RESERVED | TicketState.FILLING, LeaseRenewed(now_s=now_s):
+        case LeaseRenewed(now_s=now_s):
             return _heard(life, now_s), []
-        case TicketState.RESERVED | TicketState.FILLING, PrefillFinished(first_token=first, now_s=now_s):
-            if life.first_token not in (None, first):
-                raise StaleTicket(f"two first tokens, {life.first_token} and {first}: {life.story()}")
+        case PrefillFinished(first_token=first, now_s=now_s):
+            _check_first_token(life, first)
             return _complete(msgspec.structs.replace(_heard(life, now_s), first_token=first))
-        case TicketState.RESERVED | TicketState.FILLING, TimePassed(now_s=now_s):
+        case TimePassed(now_s=now_s):
             if now_s < life.silent_after_s:
                 return life, []
             return _abort(life, LeaseExpired(f"the writer was silent for {life.lease_s:g} s: {life.story()}"))
-        case TicketState.RESERVED | TicketState.FILLING, GivenUp(error=error):
+        case GivenUp(error=error):
             return _abort(life, error)
+        case WritersGone():
+            raise _misfit(life, event)
+
+
+def _while_sealing(life: TicketLife, event: TicketEvent) -> tuple[TicketLife, list[TicketCommand]]:
+    match event:
+        case WritersGone() if life.first_token is not None:
+            return msgspec.structs.replace(life, state=TicketState.COMMITTED), [JoinBatch(life.first_token)]
+        case BlockVerified(index=index):
+            _check_index(life, index)
+            return life, []  # a copy of what is there
+        case BlockCorrupt(index=index):
+            _check_index(life, index)
+            # The copy of a writer that was late overwrote what had been verified.
+            aborted, commands = _abort(life, DigestMismatch(f"a late copy of block {index} came wrong: {life.story()}"))
+            return aborted, [CountCorrupt(index), *commands]
+        case PrefillFinished(first_token=first):
+            _check_first_token(life, first)
+            return life, []
+        case LeaseRenewed() | TimePassed():
+            return life, []  # the writer need not be heard any more
+        case GivenUp(error=error):
+            return _abort(life, error)
+        case _:
+            raise _misfit(life, event)
+
+
+def _when_decided(life: TicketLife, event: TicketEvent) -> tuple[TicketLife, list[TicketCommand]]:
+    match life.state, event:
+        case _, TimePassed():
+            return life, []
+        case TicketState.COMMITTED, LeaseRenewed():
+            return life, []  # the writer had not heard of the commit yet
+        case TicketState.COMMITTED, PrefillFinished(first_token=first):
+            _check_first_token(life, first)
+            return life, []
         case TicketState.ABORTED, WritersGone():
             return msgspec.structs.replace(life, state=TicketState.RELEASED), [FreeBlocks()]
-        case ((TicketState.ABORTED | TicketState.RELEASED | TicketState.COMMITTED), TimePassed()):
-            return life, []
+        case TicketState.ABORTED | TicketState.RELEASED, GivenUp():
+            return life, []  # several can give up at once
         case (
             (TicketState.ABORTED | TicketState.RELEASED),
             (BlockVerified() | BlockCorrupt() | LeaseRenewed() | PrefillFinished()),
         ):
             raise StaleTicket(f"too late: {life.story()}")
-        case TicketState.COMMITTED, LeaseRenewed() | PrefillFinished():
-            return life, []  # the writer had not heard of the commit yet
         case _:
-            raise InvalidTransition(f"{type(event).__name__} does not fit: {life.story()}")
+            raise _misfit(life, event)
+
+
+def _misfit(life: TicketLife, event: TicketEvent) -> InvalidTransition:
+    return InvalidTransition(f"{type(event).__name__} does not fit: {life.story()}")
 
 
 def _heard(life: TicketLife, now_s: float, arrived: int | None = None) -> TicketLife:
@@ -250,7 +314,7 @@ def _heard(life: TicketLife, now_s: float, arrived: int | None = None) -> Ticket
 def _complete(life: TicketLife) -> tuple[TicketLife, list[TicketCommand]]:
     if life.first_token is None or life.missing:
         return life, []
-    return msgspec.structs.replace(life, state=TicketState.COMMITTED), [JoinBatch(life.first_token)]
+    return msgspec.structs.replace(life, state=TicketState.SEALING), [Seal()]
 
 
 def _abort(life: TicketLife, error: KvrelayError) -> tuple[TicketLife, list[TicketCommand]]:
@@ -259,4 +323,9 @@ def _abort(life: TicketLife, error: KvrelayError) -> tuple[TicketLife, list[Tick
 
 def _check_index(life: TicketLife, index: int) -> None:
     if not 0 <= index < life.num_blocks:
-        raise TransferError(f"block {index} is outside the range: {life.story()}")
+        raise InvalidTransition(f"block {index} is outside the range: {life.story()}")
+
+
+def _check_first_token(life: TicketLife, first: FirstToken) -> None:
+    if life.first_token not in (None, first):
+        raise StaleTicket(f"two first tokens, {life.first_token} and {first}: {life.story()}")

@@ -1,0 +1,8 @@
+"""HTTP gateway, cluster view, placement, and the life of a request over its two workers.
+
+view, policy, queue        pure: who is alive and how full, where a request goes, who waits
+request_run, serving       one request's shell; all requests: turns, deadlines, lost workers
+worker_link, fleet         a connection to each worker, and the view made from what they say
+chat_*, http_*             from HTTP to token ids and back
+service, actor             all of it in one process; the same as a Ray actor
+"""

@@ -1,0 +1,133 @@
+"""All routes of the gateway, and the same shape for every error."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pd_core.errors import InvalidRequest, KvrelayError, NotFound, UnknownModel
+from pd_model.model_assets import ModelAssets
+from router.chat_endpoint import ChatEndpoint
+from router.http_errors import Forbidden, MethodNotAllowed, error_headers, error_json
+from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.readiness import readiness
+from router.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(
+    serving: Serving,
+    assets: ModelAssets,
+    metrics: RouterMetrics,
+    *,
+    max_body_bytes: int,
+    clock: Callable[[], float],
+) -> Starlette:
+    """The ASGI application."""
+    pages = _Pages(serving, assets, metrics, clock)
+    chat = ChatEndpoint(serving, assets, max_body_bytes, clock, metrics.replied)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", pages.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", pages.model, methods=["GET"]),
+            Route("/health", pages.health, methods=["GET"]),
+            Route("/ready", pages.ready, methods=["GET"]),
+            Route("/metrics", pages.metrics, methods=["GET"]),
+            Route("/debug/ledger", pages.ledger, methods=["GET"]),
+        ],
+        exception_handlers={
+            HTTPException: _on_http_exception,
+            KvrelayError: _on_kvrelay_error,
+            Exception: _on_fault,
+        },
+    )
+    app.router.redirect_slashes = False  # a redirect has no error body, and clients do not follow it with a POST
+    return app
+
+
+class _Pages:
+    """Everything but the chat route."""
+
+    def __init__(
+        self, serving: Serving, assets: ModelAssets, metrics: RouterMetrics, clock: Callable[[], float]
+    ) -> None:
+        self._serving = serving
+        self._metrics = metrics
+        self._clock = clock
+        self._model = {"id": assets.name, "object": "model", "created": int(time.time()), "owned_by": "kvrelay"}
+
+    async def models(self, _request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._model["id"]:
+            raise UnknownModel(f"the model {name!r} is not served here; {self._model['id']!r} is", param="model")
+        return _json(self._model)
+
+    async def health(self, _request: Request) -> Response:
+        return _json({"status": "alive"})
+
+    async def ready(self, _request: Request) -> Response:
+        detail = readiness(self._serving, self._clock())
+        return _json(detail, 200 if detail["ready"] else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.scrape(), headers={"content-type": CONTENT_TYPE})
+
+    async def ledger(self, request: Request) -> Response:
+        if request.client is None or not _is_loopback(request.client.host):
+            raise Forbidden("/debug/ledger answers on the loopback address only")
+        reports = await self._serving.fleet.read_ledgers()
+        shown = {
+            name: {"error": report.message} if isinstance(report, KvrelayError) else msgspec.to_builtins(report)
+            for name, report in reports.items()
+        }
+        return _json({"workers": shown})
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 - narrows the type that the table promises
+    if error.status_code == 404:
+        return _error(NotFound(f"there is nothing at {request.url.path[:200]!r}"))
+    if error.status_code == 405:
+        return _error(MethodNotAllowed(f"{request.method[:20]} is not allowed here"), error.headers)
+    return _error(InvalidRequest(error.detail))
+
+
+async def _on_kvrelay_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvrelayError)  # noqa: S101 - as above
+    return _error(error)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    logger.error("%s failed", request.url.path, exc_info=error)
+    return _error(KvrelayError("internal error in the router; see its log"))
+
+
+def _error(error: KvrelayError, more: Mapping[str, str] | None = None) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_json(error), error.http_status, {**headers, **(more or {})}, media_type="application/json")
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

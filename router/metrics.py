@@ -1,0 +1,118 @@
+"""What /metrics shows: the router's own figures, and what every worker said in its last heartbeat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.serving import Serving
+from router.timeline import Timeline
+from router.view import Health, WorkerView
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_LABELS = ("worker", "role")
+
+
+class RouterMetrics:
+    """The router's figures, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._replies = Counter("kvrelay_requests", "Replies by HTTP status", ["status"], registry=self.registry)
+        self._outcomes = Counter(
+            "kvrelay_request_outcomes",
+            "Requests that had a turn or waited for one",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter("kvrelay_prompt_tokens", "Tokens of prompts", registry=self.registry)
+        self._tokens = Counter("kvrelay_generated_tokens", "Tokens given to clients", registry=self.registry)
+        self._kv_bytes = Counter("kvrelay_handoff_bytes", "KV bytes handed over", ["path"], registry=self.registry)
+        self._ttft = self._seconds("kvrelay_ttft_seconds", "From a request's arrival to its first token")
+        self._queue = self._seconds("kvrelay_queue_seconds", "From a request's arrival in the queue to its turn")
+        self._e2e = self._seconds("kvrelay_e2e_seconds", "From a request's arrival to its end, if it finished")
+        self._gap = Histogram(
+            "kvrelay_itl_seconds", "From one token to the next", registry=self.registry, buckets=_GAP_SECONDS
+        )
+
+    def _seconds(self, name: str, sentence: str) -> Histogram:
+        return Histogram(name, sentence, registry=self.registry, buckets=_SECONDS)
+
+    def replied(self, status: int) -> None:
+        self._replies.labels(str(status)).inc()
+
+    def token_came(self, gap_s: float | None) -> None:
+        self._tokens.inc()
+        if gap_s is not None:
+            self._gap.observe(gap_s)
+
+    def request_over(self, timeline: Timeline) -> None:
+        self._outcomes.labels(timeline.outcome).inc()
+        self._prompt_tokens.inc(timeline.num_prompt)
+        if timeline.ttft_s is not None:
+            self._ttft.observe(timeline.ttft_s)
+        if timeline.queue_s is not None:
+            self._queue.observe(timeline.queue_s)
+        if timeline.e2e_s is not None and timeline.outcome == "finished":
+            self._e2e.observe(timeline.e2e_s)
+        if timeline.num_kv_bytes is not None and timeline.path is not None:
+            self._kv_bytes.labels(timeline.path).inc(timeline.num_kv_bytes)
+
+    def watch(self, serving: Serving, clock: Callable[[], float]) -> None:
+        """Adds what is read at the moment of a scrape."""
+        self.registry.register(ClusterCollector(serving, clock))
+
+    def scrape(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class ClusterCollector(Collector):
+    """Gauges of now, and the workers' own totals under `kvrelay_worker_…`, labelled by worker and role."""
+
+    def __init__(self, serving: Serving, clock: Callable[[], float]) -> None:
+        self._serving = serving
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        serving = self._serving
+        yield GaugeMetricFamily("kvrelay_requests_running", "Requests on workers", value=serving.num_running)
+        yield GaugeMetricFamily("kvrelay_requests_waiting", "Requests in the queue", value=serving.num_waiting)
+        yield CounterMetricFamily(
+            "kvrelay_stale_statuses", "Heartbeats of another boot or order", value=serving.fleet.num_stale_statuses
+        )
+        workers = list(serving.fleet.view.workers.values())
+        yield from self._gauges(workers)
+        yield from self._counters(workers)
+
+    def _gauges(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        view, now_s = self._serving.fleet.view, self._clock()
+        ready = GaugeMetricFamily("kvrelay_worker_ready", "1 when it gets new work", labels=_LABELS)
+        running = GaugeMetricFamily("kvrelay_worker_running", "Requests that run there", labels=_LABELS)
+        waiting = GaugeMetricFamily("kvrelay_worker_waiting", "Requests that wait there", labels=_LABELS)
+        blocks = GaugeMetricFamily("kvrelay_worker_blocks", "KV blocks by state", labels=(*_LABELS, "state"))
+        for worker in workers:
+            labels = [worker.endpoint.name, worker.endpoint.role]
+            ready.add_metric(labels, float(worker.health(now_s, view.rules) is Health.READY))
+            if worker.status is None:
+                continue
+            running.add_metric(labels, worker.status.num_running)
+            waiting.add_metric(labels, worker.status.num_waiting)
+            counts = worker.status.blocks
+            for state in ("free", "reserved", "held", "quarantined"):
+                blocks.add_metric([*labels, state], getattr(counts, state))
+        yield from (ready, running, waiting, blocks)
+
+    def _counters(self, workers: list[WorkerView]) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily] = {}
+        for worker in workers:
+            for counter, value in (worker.status.counters if worker.status else {}).items():
+                name = "kvrelay_worker_" + re.sub(r"[^a-zA-Z0-9_]", "_", counter).removesuffix("_total")
+                family = families.setdefault(name, CounterMetricFamily(name, f"{counter} since boot", labels=_LABELS))
+                family.add_metric([worker.endpoint.name, worker.endpoint.role], value)
+        yield from families.values()

@@ -1,0 +1,282 @@
+"""Whose turn it is, and that every request comes to an end: queue, placement, deadlines, lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import msgspec
+
+from pd_core.config import Config
+from pd_core.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from pd_core.request import GenerateRequest
+from router.fleet import Fleet
+from router.policy import missing_role, place
+from router.queue import WaitingLine
+from router.request_run import RequestRun, StepDeadlines, TokenEvent, WorkerStream
+from router.timeline import RecentTimelines, Timeline
+from router.view import Health, WorkerRef
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+SUSPECT_GRACE_S = 0.5
+"""A worker may be silent for `suspect_s` and this much more before requests that it holds are failed."""
+RETRY_UNAVAILABLE_S = 2.0
+
+
+class Observer(Protocol):
+    """Who counts. Called for every token and every request that ends."""
+
+    def token_came(self, gap_s: float | None) -> None:
+        """gap_s: since the request's token before; None for its first."""
+        ...
+
+    def request_over(self, timeline: Timeline) -> None: ...
+
+
+class Serving:
+    """All requests of the router. Lives on one event loop; `start` and `stop` frame its life."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: Config,
+        observer: Observer,
+        clock: Callable[[], float],
+        steps: StepDeadlines = StepDeadlines(),  # noqa: B008 - frozen
+    ) -> None:
+        self.fleet = fleet
+        self.recent = RecentTimelines()
+        self._config = config
+        self._observer = observer
+        self._clock = clock
+        self._steps = steps
+        self._line: WaitingLine[RequestRun] = WaitingLine(
+            config.router.max_queue, config.router.queue_timeout_s, clock()
+        )
+        self._runs: set[RequestRun] = set()
+        self._leg_tasks: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+        self._all_over = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        fleet.listen(self)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold something on a worker."""
+        return len(self._runs) - len(self._line)
+
+    def start(self) -> None:
+        self._ticker = asyncio.get_running_loop().create_task(self._tick_for_ever(), name="router:ticker")
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes nothing new, lets what runs end within `grace_s`, then fails the rest; no task is left."""
+        self._is_draining = True
+        if self._runs:
+            self._all_over.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_over.wait(), grace_s)
+        for run in list(self._runs):
+            run.fail(Unavailable("the router is shutting down"))
+        legs = set(self._leg_tasks)
+        for task in legs:
+            task.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            legs.add(self._ticker)
+        if legs:
+            await asyncio.wait(legs, timeout=self._steps.linger_s)
+
+    def why_not_ready(self) -> str | None:
+        """Why a request would not be served now; None when it would."""
+        if self._is_draining:
+            return "the router is shutting down"
+        now_s = self._clock()
+        for role in ("prefill", "decode"):
+            if not self.fleet.view.of_role(role, (Health.READY,), now_s):
+                return f"no {role} worker is ready"
+        return None
+
+    def admit(self, num_prompt: int, max_tokens: int | None) -> int:
+        """How many tokens the request may make; None asks for all that are left.
+
+        Raises ContextLengthExceeded when it can never fit, Unavailable when nobody knows yet what fits.
+        """
+        if num_prompt < 1:
+            raise InvalidRequest("the prompt has no tokens", param="messages")
+        limits = self.fleet.view.limits
+        if limits is None:
+            raise self._unavailable(self.why_not_ready() or "no worker is ready")
+        left = limits.num_tokens - num_prompt
+        if left < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt} tokens; at most {limits.num_tokens} tokens fit, the answer's among them",
+                param="messages",
+            )
+        if max_tokens is None:
+            return left
+        if max_tokens > left:
+            raise ContextLengthExceeded(
+                f"{num_prompt} prompt tokens and {max_tokens} more are too many; at most {limits.num_tokens} fit",
+                param="max_tokens",
+            )
+        return max_tokens
+
+    def open(self, request: GenerateRequest, arrived_s: float | None = None) -> RequestRun:
+        """Begins to serve a request that was admitted. Its reader calls `leave` in the end, whatever happens.
+
+        Raises Overloaded when the queue is full, Unavailable when nobody can serve it now or soon.
+        """
+        now_s = self._clock()
+        self.admit(len(request.tokens), request.max_tokens)
+        reason = "the router is shutting down" if self._is_draining else self._missing(now_s)
+        if reason is not None:
+            raise self._unavailable(reason)
+        run = RequestRun(
+            request,
+            self,
+            arrived_s=now_s if arrived_s is None else arrived_s,
+            deadline_s=self._config.router.request_timeout_s,
+            steps=self._steps,
+        )
+        if self.num_waiting or not self._try_place(run, now_s):
+            self._line.join(run, now_s)
+        else:
+            self._line.served_at_once(now_s)
+        self._runs.add(run)
+        return run
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        """The request's tokens as they come. Closing the iterator cancels all work within the second.
+
+        Raises what `open` raises, and before or between tokens whatever the request failed with.
+        """
+        run = self.open(request)
+        try:
+            while events := await run.next_events():
+                for event in events:
+                    yield event
+        finally:
+            run.leave()
+
+    def check_times(self, now_s: float) -> None:
+        """Ends requests whose deadline has passed."""
+        for run in self._line.expired(now_s):
+            run.fail(self._line.timed_out(now_s))
+        for run in list(self._runs):
+            run.check_time(now_s)
+
+    def check_silence(self, now_s: float) -> None:
+        """Fails requests whose worker has been silent for too long, and those that nobody can serve any more."""
+        view = self.fleet.view
+        for worker in list(view.workers.values()):
+            silent_s = now_s - worker.heard_s
+            if silent_s > view.rules.suspect_s + SUSPECT_GRACE_S and worker.num_ours:
+                self._fail_all_of(worker.ref, f"has been silent for {silent_s:.1f} s")
+        self._fail_hopeless(now_s)
+
+    # FleetListener
+
+    def on_worker_heard(self) -> None:
+        self._serve_line()
+
+    def on_worker_lost(self, ref: WorkerRef) -> None:
+        # Its requests hear of it through their own streams, after what had come before.
+        self._fail_hopeless(self._clock())
+
+    def on_worker_replaced(self, ref: WorkerRef) -> None:
+        self._fail_all_of(ref, "was replaced")
+        self._fail_hopeless(self._clock())
+
+    # RunHost
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def ref_of(self, worker: str) -> WorkerRef:
+        return self.fleet.ref_of(worker)
+
+    def open_stream(self, ref: WorkerRef, body: msgspec.Struct, deadline_s: float) -> WorkerStream:
+        return self.fleet.stream(ref, body, deadline_s)
+
+    def leg_opened(self, task: asyncio.Task[None]) -> None:
+        self._leg_tasks.add(task)
+
+    def leg_started(self, ref: WorkerRef, work_id: str) -> None:
+        self.fleet.started(ref, work_id)
+        self._serve_line()
+
+    def leg_over(self, ref: WorkerRef, work_id: str, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            self._leg_tasks.discard(task)
+        self.fleet.released(ref, work_id)
+        self._serve_line()
+
+    def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None:
+        self.fleet.refused(refused_by)
+        self._line.give_back(run, run.timeline.queued_s)
+        self._serve_line()
+
+    def token_came(self, gap_s: float | None) -> None:
+        self._observer.token_came(gap_s)
+
+    def run_over(self, run: RequestRun) -> None:
+        self._line.leave(run)
+        self._runs.discard(run)
+        if not self._runs:
+            self._all_over.set()
+        self.recent.add(run.timeline)
+        self._observer.request_over(run.timeline)
+        self._serve_line()
+
+    # inside
+
+    def _serve_line(self) -> None:
+        """Gives turns, in order, as long as the policy finds a place for the head."""
+        now_s = self._clock()
+        while (run := self._line.head) is not None and self._try_place(run, now_s):
+            self._line.take_turn(now_s)
+
+    def _try_place(self, run: RequestRun, now_s: float) -> bool:
+        placement = place(run.demand, self.fleet.view, now_s)
+        if placement is None:
+            return False
+        run.place(placement)
+        self.fleet.placed(placement, run.work_id, run.demand.num_prompt, run.demand.num_blocks)
+        return True
+
+    def _fail_all_of(self, ref: WorkerRef, why: str) -> None:
+        for run in list(self._runs):
+            run.worker_lost(ref, why)
+
+    def _fail_hopeless(self, now_s: float) -> None:
+        """Nobody waits for a role that nobody can fill."""
+        reason = self._missing(now_s)
+        while reason is not None and (run := self._line.head) is not None:
+            run.fail(self._unavailable(reason))
+
+    def _missing(self, now_s: float) -> str | None:
+        role = missing_role(self.fleet.view, now_s)
+        return None if role is None else f"no {role} worker can serve requests now"
+
+    def _unavailable(self, reason: str) -> Unavailable:
+        return Unavailable(reason, retry_after_s=RETRY_UNAVAILABLE_S)
+
+    async def _tick_for_ever(self) -> None:
+        due_s = self._clock() + TICK_S
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = self._clock()
+            self.check_times(now_s)
+            # After the loop itself was held up, heartbeats lie unread: read them before anybody is called silent.
+            if now_s - due_s < SUSPECT_GRACE_S:
+                self.check_silence(now_s)
+            due_s = now_s + TICK_S

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_core.errors import InvalidRequest, UnknownModel
+from pd_core.request import SamplingParams
+from router.chat_request import HARMLESS, NOT_SUPPORTED, ChatBody, ChatCall, parse_chat
+
+USER = {"role": "user", "content": "hello"}
+
+
+def parse(**fields: Any) -> ChatCall:
+    body = {"model": "m", "messages": [USER], **fields}
+    return parse_chat(json.dumps(body).encode(), "m", draw_seed=lambda: 77)
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as refusal:
+        parse(**fields)
+    return refusal.value
+
+
+def test_what_is_left_out_has_openais_defaults_and_a_seed_of_its_own() -> None:
+    assert parse() == ChatCall(
+        messages=[USER],
+        max_tokens=None,
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=77),
+        is_stream=False,
+        with_usage=False,
+        ignores_eos=False,
+    )
+
+
+def test_null_is_the_same_as_left_out() -> None:
+    optional = set(ChatBody.__struct_fields__) - {"model", "messages"}
+    assert parse(**dict.fromkeys(optional | set(NOT_SUPPORTED) | HARMLESS)) == parse()
+
+
+@pytest.mark.parametrize("field", sorted(HARMLESS))
+def test_harmless_fields_change_nothing(field: str) -> None:
+    assert parse(**{field: {"any": "thing"}}) == parse()
+
+
+@pytest.mark.parametrize(("field", "off"), [(field, off) for field, offs in NOT_SUPPORTED.items() for off in offs])
+def test_a_field_that_is_not_supported_may_be_off(field: str, off: Any) -> None:
+    assert parse(**{field: off}) == parse()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", 0),
+        ("n", True),
+        ("stop", "x"),
+        ("stop", ["x"]),
+        ("stop", ""),
+        ("min_tokens", 5),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", -2),
+        ("repetition_penalty", 1.5),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("modalities", ["text", "audio"]),
+        ("audio", {}),
+        ("reasoning_effort", "low"),
+        ("stop_token_ids", [5]),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
+    error = refused(**{field: value})
+    assert error.param == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"surprise": None}, "surprise"),
+        ({"x" * 1000: 1}, "x" * 99 + "…"),
+        ({"model": None}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{**USER, "name": "bob"}]}, "messages[0].name"),
+        ({"messages": [{**USER, "surprise": 1}]}, "messages[0].surprise"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "stream_options": {"surprise": 1}}, "stream_options.surprise"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param
+
+
+def test_a_limit_that_was_passed_is_named() -> None:
+    assert "2.0" in refused(temperature=3).message
+
+
+def test_another_model_is_not_found() -> None:
+    assert isinstance(refused(model="other"), UnknownModel)
+
+
+def test_both_names_of_the_token_limit_are_understood() -> None:
+    assert parse(max_tokens=7) == parse(max_completion_tokens=7) == parse(max_tokens=7, max_completion_tokens=7)
+
+
+def test_top_k_zero_and_minus_one_are_off() -> None:
+    assert parse(top_k=0).sampling.top_k == parse(top_k=-1).sampling.top_k == 0
+
+
+def test_parts_of_a_content_are_one_text_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    call = parse(messages=[{"role": "developer", "content": parts}, USER])
+    assert call.messages == [{"role": "system", "content": "hello"}, USER]
+
+
+def test_an_answer_can_be_sent_back_as_clients_do() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert parse(messages=[USER, answer]).messages[1] == {"role": "assistant", "content": "hi"}
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_more_harm_than_a_refusal(body: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parse_chat(body, "m", draw_seed=lambda: 0)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ChatBody.__struct_fields__, *NOT_SUPPORTED]), JSON, max_size=4))
+def test_no_value_in_any_field_does_more_harm_than_a_refusal_that_names_a_field(fields: dict[str, Any]) -> None:
+    try:
+        call = parse(**fields)
+    except InvalidRequest as error:
+        assert error.param is None or error.param.split(".")[0].split("[")[0] in {*fields, "model", "messages"}
+    else:
+        assert 0 <= call.sampling.temperature <= 2
+        assert 0 <= call.sampling.seed < 2**63

@@ -1,0 +1,224 @@
+"""The request's machine: any order of events comes to an end, no leg stays open, every index is delivered once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pd_core.errors import InvalidTransition, KvrelayError, ProtocolError, TokenMismatch, Unavailable, WorkerLost
+from pd_core.request import FinishReason
+from pd_core.request_life import (
+    ClientLeft,
+    CloseLeg,
+    DecodeRefused,
+    Deliver,
+    Fail,
+    KvCommitted,
+    Leg,
+    LegEnded,
+    LegFailed,
+    OpenDecode,
+    OpenPrefill,
+    Placed,
+    RequestCommand,
+    RequestEvent,
+    RequestLife,
+    RequestState,
+    TicketReceived,
+    TimeRanOut,
+    TokenReceived,
+    step,
+)
+from pd_core.ticket import Ticket, TicketRef
+
+TICKET = Ticket(TicketRef("t", "boot-1", 1, 1), "r", 0, [0], 3.0, "127.0.0.1", 1, [])
+PLACED = Placed(prefill="p0", decode="d0")
+LOST = WorkerLost("d0 is lost")
+OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
+
+
+def token(leg: Leg, index: int, value: int = 7, finish: FinishReason | None = None) -> TokenReceived:
+    return TokenReceived(leg, index, value, finish)
+
+
+def run(*events: RequestEvent) -> tuple[RequestLife, list[RequestCommand]]:
+    """The life after these events, and the commands of the last."""
+    life, commands = RequestLife("r"), []
+    for event in events:
+        life, commands = step(life, event)
+        life.validate()
+    return life, commands
+
+
+def test_a_request_goes_over_both_legs_and_closes_them_at_its_last_token() -> None:
+    life, commands = run(PLACED)
+    assert (life.state, commands) == (RequestState.RESERVING, [OpenDecode("d0")])
+    life, commands = run(PLACED, TicketReceived(TICKET))
+    assert (life.state, commands) == (RequestState.PREFILLING, [OpenPrefill("p0", TICKET)])
+    told = [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), KvCommitted(), LegEnded(Leg.PREFILL)]
+    life, commands = run(*told, token(Leg.DECODE, 0))
+    assert (life.state, commands) == (RequestState.DECODING, [])  # decode's copy of the first token
+    life, commands = run(*told, token(Leg.DECODE, 1, finish=FinishReason.LENGTH))
+    assert life.state is RequestState.FINISHED
+    assert commands == [Deliver(1, 7, FinishReason.LENGTH), CloseLeg(Leg.DECODE)]
+
+
+def test_a_first_token_that_ends_the_request_cancels_the_ticket() -> None:
+    life, commands = run(PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0, finish=FinishReason.STOP))
+    assert life.state is RequestState.FINISHED
+    assert commands == [Deliver(0, 7, FinishReason.STOP), CloseLeg(Leg.PREFILL), CloseLeg(Leg.DECODE)]
+
+
+def test_a_refusal_puts_the_request_back_and_the_next_placement_is_another_attempt() -> None:
+    life, commands = run(PLACED, DecodeRefused())
+    assert (life.state, life.attempt, commands) == (RequestState.QUEUED, 1, [CloseLeg(Leg.DECODE)])
+    life, _ = run(PLACED, DecodeRefused(), Placed(prefill="p1", decode="d1"))
+    assert (life.state, life.attempt, life.decode) == (RequestState.RESERVING, 2, "d1")
+
+
+def test_two_copies_of_a_token_that_differ_fail_the_request() -> None:
+    life, commands = run(PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0, 7), token(Leg.DECODE, 0, 8))
+    assert life.state is RequestState.FAILED
+    assert isinstance(commands[0], Fail)
+    assert isinstance(commands[0].error, TokenMismatch)
+
+
+def test_a_token_before_its_turn_fails_the_request() -> None:
+    _, commands = run(PLACED, TicketReceived(TICKET), token(Leg.DECODE, 1))
+    assert isinstance(commands[0], Fail)
+    assert isinstance(commands[0].error, ProtocolError)
+
+
+@pytest.mark.parametrize("last", [LegEnded(Leg.PREFILL), LegFailed(Leg.PREFILL, LOST)])
+def test_once_decode_owns_the_kv_the_prefill_leg_does_not_matter(last: RequestEvent) -> None:
+    """Decode may commit, and say so, before the prefill worker's token has made its way to us."""
+    life, commands = run(PLACED, TicketReceived(TICKET), KvCommitted(), last)
+    assert (life.open_legs, commands) == (frozenset({Leg.DECODE}), [])
+    life, commands = step(life, token(Leg.DECODE, 0))
+    assert commands == [Deliver(0, 7, None)]
+
+
+@pytest.mark.parametrize("leg", list(Leg))
+def test_before_the_commit_the_loss_of_either_leg_fails_the_request(leg: Leg) -> None:
+    life, commands = run(PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), LegFailed(leg, LOST))
+    assert life.state is RequestState.FAILED
+    assert commands == [Fail(LOST), CloseLeg(Leg.PREFILL), CloseLeg(Leg.DECODE)]
+
+
+def test_a_prefill_leg_that_ends_without_a_token_or_a_commit_fails_the_request() -> None:
+    assert run(PLACED, TicketReceived(TICKET), LegEnded(Leg.PREFILL))[0].state is RequestState.FAILED
+
+
+def test_the_client_may_leave_in_every_state() -> None:
+    path: list[RequestEvent] = [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0)]
+    for length in range(len(path) + 1):
+        life, commands = run(*path[:length], ClientLeft())
+        assert life.state is RequestState.CANCELLED
+        assert len(commands) == min(length, 2)  # as many legs as were open
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [TicketReceived(TICKET)],
+        [token(Leg.DECODE, 0)],
+        [DecodeRefused()],
+        [KvCommitted()],
+        [LegEnded(Leg.DECODE)],
+        [PLACED, PLACED],
+        [PLACED, token(Leg.DECODE, 0)],
+        [PLACED, KvCommitted()],
+        [PLACED, TicketReceived(TICKET), TicketReceived(TICKET)],
+        [PLACED, TicketReceived(TICKET), DecodeRefused()],
+        [PLACED, TicketReceived(TICKET), KvCommitted(), KvCommitted()],
+        [ClientLeft(), PLACED],
+    ],
+)
+def test_an_event_that_fits_nowhere_raises_and_changes_nothing(events: list[RequestEvent]) -> None:
+    life, _ = run(*events[:-1])
+    before = life.story()
+    with pytest.raises(InvalidTransition):
+        step(life, events[-1])
+    assert life.story() == before
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Throws every event at the machine in any order, and keeps its own account of legs and tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life = RequestLife("r")
+        self.open: set[Leg] = set()
+        self.delivered: list[int] = []
+        self.num_ends = 0
+
+    def throw(self, event: RequestEvent) -> None:
+        before = self.life
+        try:
+            self.life, commands = step(before, event)
+        except InvalidTransition:
+            assert self.life is before
+            return
+        if before.is_over:
+            assert self.life is before
+            assert commands == []
+        for command in commands:
+            match command:
+                case OpenDecode():
+                    assert not self.open
+                    self.open.add(Leg.DECODE)
+                case OpenPrefill():
+                    assert self.open == {Leg.DECODE}
+                    self.open.add(Leg.PREFILL)
+                case CloseLeg(leg=leg):
+                    self.open.remove(leg)
+                case Deliver(index=index):
+                    assert index == len(self.delivered)
+                    self.delivered.append(index)
+                case Fail():
+                    assert self.life.state is RequestState.FAILED
+                    self.num_ends += 1
+        # A leg that reports its end is closed without a command.
+        if isinstance(event, LegEnded | LegFailed):
+            self.open.discard(event.leg) if event.leg not in self.life.open_legs else None
+
+    @rule(event=st.sampled_from([PLACED, TicketReceived(TICKET), DecodeRefused(), KvCommitted()]))
+    def progress(self, event: RequestEvent) -> None:
+        self.throw(event)
+
+    @rule(
+        leg=st.sampled_from(Leg),
+        ahead=st.sampled_from([0, 0, 0, -1, 1]),
+        value=st.sampled_from([7, 7, 7, 8]),
+        finish=st.sampled_from([None, None, None, FinishReason.STOP]),
+    )
+    def a_token(self, leg: Leg, ahead: int, value: int, finish: FinishReason | None) -> None:
+        self.throw(token(leg, max(0, len(self.life.tokens) + ahead), value, finish))
+
+    @rule(leg=st.sampled_from(Leg), is_failure=st.booleans())
+    def a_leg_ends(self, leg: Leg, is_failure: bool) -> None:
+        self.throw(LegFailed(leg, LOST) if is_failure else LegEnded(leg))
+
+    @precondition(lambda self: len(self.delivered) > 2)
+    @rule(event=st.sampled_from([ClientLeft(), TimeRanOut(Unavailable("too late"))]))
+    def an_end_from_outside(self, event: RequestEvent) -> None:
+        self.throw(event)
+
+    @invariant()
+    def the_machine_agrees_with_our_account(self) -> None:
+        self.life.validate()
+        assert set(self.life.open_legs) == self.open
+        assert len(self.life.tokens) == len(self.delivered)
+        assert self.num_ends <= 1
+
+    def teardown(self) -> None:
+        """Wherever it stopped, time brings it to an end, and then nothing is open."""
+        self.throw(TimeRanOut(KvrelayError("the end")))
+        assert self.life.state in OVER
+        assert not self.open
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnyOrderOfEvents = AnyOrder.TestCase
