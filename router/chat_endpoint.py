@@ -16,7 +16,7 @@ from pd_core.errors import Cancelled, KvrelayError
 from pd_core.request import FinishReason, GenerateRequest
 from pd_model.detokenize import IncrementalDetokenizer
 from pd_model.model_assets import ModelAssets
-from router.chat_reply import ChunkWriter, error_event, usage_of, whole_reply
+from router.chat_reply import ChunkWriter, TokenIds, error_event, usage_of, whole_reply
 from router.chat_request import ChatCall, parse_chat
 from router.http_errors import Headers
 from router.http_reply import Receive, Scope, Send, header, read_body, send_error, send_json, wait_for_disconnect
@@ -83,7 +83,7 @@ class ChatEndpoint:
             if call.is_stream:
                 await self._stream(exchange, run, call)
             else:
-                await self._reply_whole(exchange, run)
+                await self._reply_whole(exchange, run, call)
         finally:
             run.leave()
             watcher.cancel()
@@ -100,16 +100,17 @@ class ChatEndpoint:
         num_characters = sum(len(message["content"]) for message in call.messages)
         return to_tokens() if num_characters < LONG_TEXT else await asyncio.to_thread(to_tokens)
 
-    async def _reply_whole(self, exchange: _Exchange, run: RequestRun) -> None:
+    async def _reply_whole(self, exchange: _Exchange, run: RequestRun, call: ChatCall) -> None:
         text = AnswerText(self._assets)
         pieces: list[str] = []
         while events := await run.next_events():
             pieces.append(text.add(events))
         pieces.append(text.rest())
         assert text.finish is not None  # noqa: S101 - a stream ends well with its finish reason only
-        usage = usage_of(len(run.request.tokens), text.num_tokens)
+        usage = usage_of(len(run.request.tokens), len(text.token_ids))
+        ids = TokenIds(run.request.tokens, text.token_ids) if call.with_token_ids else None
         reply = whole_reply(
-            exchange.request_id, exchange.created, self._assets.name, "".join(pieces), text.finish, usage
+            exchange.request_id, exchange.created, self._assets.name, "".join(pieces), text.finish, usage, ids
         )
         exchange.status = 200
         await send_json(exchange.send, 200, reply, exchange.headers)
@@ -118,16 +119,24 @@ class ChatEndpoint:
         """One chunk for what has come since the last: usually one token, more when the client reads slowly."""
         text = AnswerText(self._assets)
         chunks = ChunkWriter(exchange.request_id, exchange.created, self._assets.name, with_usage=call.with_usage)
+        prompt_ids = run.request.tokens if call.with_token_ids else None
         while events := await run.next_events():
-            piece = text.add(events)
+            chunk = _text_chunk(chunks, text.add(events), events, call)
             if not exchange.has_started:
-                await exchange.start_stream(chunks.role() + (chunks.text(piece) if piece else b""))
-            elif piece:
-                await exchange.send_chunk(chunks.text(piece))
+                await exchange.start_stream(chunks.role(prompt_ids) + chunk)
+            elif chunk:
+                await exchange.send_chunk(chunk)
         assert text.finish is not None  # noqa: S101 - as above
         rest = text.rest()
-        usage = usage_of(len(run.request.tokens), text.num_tokens)
+        usage = usage_of(len(run.request.tokens), len(text.token_ids))
         await exchange.end_stream((chunks.text(rest) if rest else b"") + chunks.end(text.finish, usage))
+
+
+def _text_chunk(chunks: ChunkWriter, piece: str, events: Sequence[TokenEvent], call: ChatCall) -> bytes:
+    """The chunk for these tokens; none when there is nothing to say yet."""
+    if call.with_token_ids:
+        return chunks.text_of(piece, [event.token for event in events])
+    return chunks.text(piece) if piece else b""
 
 
 class AnswerText:
@@ -135,14 +144,14 @@ class AnswerText:
 
     def __init__(self, assets: ModelAssets) -> None:
         self._detokenizer = IncrementalDetokenizer(assets.tokenizer)
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
 
     def add(self, events: Sequence[TokenEvent]) -> str:
         """Text of the tokens; the one that ends the text has none."""
         pieces = []
         for event in events:
-            self.num_tokens += 1
+            self.token_ids.append(event.token)
             self.finish = event.finish
             if event.finish is not FinishReason.STOP:
                 pieces.append(self._detokenizer.push(event.token))

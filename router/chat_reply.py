@@ -8,6 +8,7 @@ for an answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,17 +31,33 @@ def usage_of(num_prompt: int, num_completion: int) -> dict[str, int]:
     }
 
 
+class TokenIds(msgspec.Struct, frozen=True):
+    """What prompt and text of a reply are made of, where the client asked for it."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+
+
 def whole_reply(
-    reply_id: str, created: int, model: str, text: str, finish: FinishReason, usage: dict[str, int]
+    reply_id: str,
+    created: int,
+    model: str,
+    text: str,
+    finish: FinishReason,
+    usage: dict[str, int],
+    ids: TokenIds | None,
 ) -> bytes:
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "message": {"role": "assistant", "content": text, "refusal": None},
         "logprobs": None,
         "finish_reason": finish.value,
     }
-    head = {"id": reply_id, "object": "chat.completion", "created": created, "model": model}
-    return _encode({**head, "choices": [choice], "usage": usage})
+    reply: dict[str, Any] = {"id": reply_id, "object": "chat.completion", "created": created, "model": model}
+    if ids is not None:
+        choice["token_ids"] = ids.completion
+        reply["prompt_token_ids"] = ids.prompt
+    return _encode({**reply, "choices": [choice], "usage": usage})
 
 
 def error_event(error: KvrelayError) -> bytes:
@@ -62,11 +79,20 @@ class ChunkWriter:
         self._text_before = self._before + b'{"content":'
         self._text_after = b'},"logprobs":null,"finish_reason":null' + self._after
 
-    def role(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+    def role(self, prompt_ids: Sequence[int] | None) -> bytes:
+        """The first chunk; with the prompt's ids where the client asked for them."""
+        chunk = self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+        if prompt_ids is None:
+            return chunk
+        return chunk[:-3] + b',"prompt_token_ids":' + _encode(prompt_ids) + chunk[-3:]
 
     def text(self, text: str) -> bytes:
         return self._text_before + _encode(text) + self._text_after
+
+    def text_of(self, text: str, token_ids: Sequence[int]) -> bytes:
+        """A chunk that says which tokens it is made of; its text is empty while a character is not complete."""
+        said = b',"logprobs":null,"finish_reason":null,"token_ids":' + _encode(token_ids)
+        return self._text_before + _encode(text) + b"}" + said + self._after
 
     def end(self, finish: FinishReason, usage: dict[str, int]) -> bytes:
         """The last chunks and [DONE]."""

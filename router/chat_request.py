@@ -2,7 +2,7 @@
 
 Fields of OpenAI's API fall into four kinds:
 
-    taken        ChatBody below
+    taken        ChatBody below; beside OpenAI's: top_k, min_p, ignore_eos, return_token_ids
     harmless     HARMLESS: they do not change the answer; accepted and not used
     not yet      NOT_SUPPORTED: they would change it; accepted with a value that means "off", else refused by name
     unknown      refused by name
@@ -72,6 +72,7 @@ class ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
 
 
 HARMLESS = frozenset(
@@ -115,13 +116,19 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ChatCall(msgspec.Struct, frozen=True):
-    """A request that can be meant. max_tokens: None asks for all that fit; with_usage: a usage chunk is wanted."""
+    """A request that can be meant.
+
+    max_tokens:     None asks for all that fit
+    with_usage:     a usage chunk is wanted
+    with_token_ids: the reply says which ids prompt and text are made of
+    """
 
     messages: list[dict[str, str]]
     max_tokens: int | None
     sampling: SamplingParams
     is_stream: bool
     with_usage: bool
+    with_token_ids: bool
     ignores_eos: bool
 
 
@@ -183,6 +190,7 @@ def _meant(chat: ChatBody, draw_seed: Callable[[], int]) -> ChatCall:
         ),
         is_stream=bool(chat.stream),
         with_usage=with_usage,
+        with_token_ids=bool(chat.return_token_ids),
         ignores_eos=bool(chat.ignore_eos),
     )
 

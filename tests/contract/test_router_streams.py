@@ -57,6 +57,23 @@ async def test_a_stream_begins_with_the_role_and_ends_with_its_reason_usage_and_
         assert chunks[-1]["usage"]["completion_tokens"] == 8
 
 
+async def test_token_ids_are_told_in_both_forms_when_they_are_asked_for() -> None:
+    async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
+        whole = (await client.post("/v1/chat/completions", json=chat("one", return_token_ids=True))).json()
+        ids = whole["choices"][0]["token_ids"]
+        assert len(ids) == whole["usage"]["completion_tokens"]
+        assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+
+        reply = await client.post("/v1/chat/completions", json=chat("one", return_token_ids=True, stream=True))
+        chunks = [json.loads(event) for event in events_of(reply.text)[:-1]]
+        assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert [token for c in chunks for token in c["choices"][0].get("token_ids", [])] == ids
+
+        plain = (await client.post("/v1/chat/completions", json=chat("one"))).json()
+        assert "prompt_token_ids" not in plain
+        assert "token_ids" not in plain["choices"][0]
+
+
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 async def test_usage_is_not_streamed_unless_it_is_asked_for(options: dict[str, object]) -> None:
     async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:

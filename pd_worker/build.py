@@ -1,0 +1,54 @@
+"""From the config to an engine and the pool that it works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pd_core.config import Config
+from pd_core.engine import Engine
+from pd_core.errors import ConfigError
+from pd_engine.fake import DECODE_FACTOR, FAKE_LAYOUT, PREFILL_FACTOR, FakeEngine
+from pd_worker.memory import PoolMemory
+
+FAKE_PATH = "fake"
+_FACTORS = {"prefill": PREFILL_FACTOR, "decode": DECODE_FACTOR}
+
+Role = Literal["prefill", "decode"]
+
+
+def build_engine(config: Config, role: Role, num_threads: int, cache_dir: Path) -> tuple[Engine, PoolMemory]:
+    """The role's engine and its pool of `num_blocks` blocks; the pool is the caller's to close, after the engine.
+
+    The fake engine of the two roles has different weights, so that a token shows who made it.
+    Raises ConfigError when the size of the pool has not been chosen, ModelError, EngineError.
+    """
+    section = config.prefill if role == "prefill" else config.decode
+    if section.num_blocks is None:
+        raise ConfigError(f"{role}.num_blocks has not been chosen", param=f"{role}.num_blocks")
+    if config.model.path == FAKE_PATH:
+        return _fake(config, role, section.num_blocks)
+    return _real(config, section.num_blocks, num_threads, cache_dir)
+
+
+def _fake(config: Config, role: Role, num_blocks: int) -> tuple[Engine, PoolMemory]:
+    memory = PoolMemory(num_blocks, FAKE_LAYOUT.block_bytes)
+    times = config.model.fake
+    engine = FakeEngine(
+        _FACTORS[role],
+        memory,
+        step_s=times.step_s,
+        prefill_token_s=times.token_s,
+        context_tokens=times.context_tokens,
+    )
+    return engine, memory
+
+
+def _real(config: Config, num_blocks: int, num_threads: int, cache_dir: Path) -> tuple[Engine, PoolMemory]:
+    from pd_engine.loader import layout_for, load_engine  # noqa: PLC0415 - torch, which the fake does without
+    from pd_model.folder import open_model  # noqa: PLC0415
+
+    folder = open_model(config.model.path, cache_dir)
+    memory = PoolMemory(num_blocks, layout_for(folder.manifest, config.model.dtype).block_bytes)
+    engine = load_engine(folder, config.model.dtype, memory, num_threads=num_threads, cache_dir=cache_dir)
+    return engine, memory

@@ -1,0 +1,30 @@
+"""Totals since boot, for the heartbeat. Names are those of the metrics."""
+
+from __future__ import annotations
+
+COUNTER_NAMES = (
+    "prefill_tokens_total",  # prompt tokens run through the engine
+    "decode_tokens_total",  # tokens drawn by decode steps
+    "handoffs_committed_total",
+    "handoffs_aborted_total",
+    "kv_bytes_sent_total",
+    "kv_bytes_received_total",
+    "kv_blocks_corrupt_total",  # blocks that came with other bytes than their digest says
+    "kv_frames_stale_total",  # frames for tickets that nobody waits for
+    "requests_cancelled_total",  # requests whose router left
+    "steps_total",  # engine steps
+)
+
+
+class Counters:
+    """One number for each name; they only grow."""
+
+    def __init__(self) -> None:
+        self._values = dict.fromkeys(COUNTER_NAMES, 0.0)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Raises KeyError for a name that is not in the list."""
+        self._values[name] += amount
+
+    def values(self) -> dict[str, float]:
+        return dict(self._values)

@@ -1,0 +1,139 @@
+"""The one thread that runs an engine. The event loop hands it a step and awaits the tokens; heartbeats go on meanwhile.
+
+loop    step(...) ---- job ---->                      <---- tokens ---- future
+thread                          engine.step(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pd_core.engine import Engine, SequenceStep
+from pd_core.errors import EngineError, InvalidTransition, KvrelayError
+from pd_worker.tasks import finish_regardless
+
+_log = logging.getLogger(__name__)
+
+
+class _Job:
+    """A step, who asks whether it is still wanted, and where its tokens go."""
+
+    def __init__(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> None:
+        self.steps = steps
+        self.loop = asyncio.get_running_loop()
+        self.tokens: asyncio.Future[list[int | None]] = self.loop.create_future()
+        self.is_abandoned = False  # set on the loop, read by the thread
+        self._is_cancelled = is_cancelled
+
+    def is_cancelled(self) -> bool:
+        return self.is_abandoned or self._is_cancelled()
+
+    def resolve(self, tokens: list[int | None]) -> None:
+        self._tell(lambda: self.tokens.set_result(tokens))
+
+    def fail(self, error: KvrelayError) -> None:
+        self._tell(lambda: self.tokens.set_exception(error))
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        try:
+            self.loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+            _log.warning("the event loop was closed during an engine step")
+
+
+class _Stop:
+    """The last thing in the queue; its future is resolved when the thread has seen it."""
+
+    def __init__(self, answer: _Job) -> None:
+        self.answer = answer
+
+
+class EngineThread:
+    """One step at a time. `num_steps` and `busy_s` are totals of steps that ended."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._engine = engine
+        self._jobs: queue.SimpleQueue[_Job | _Stop] = queue.SimpleQueue()
+        self._current: _Job | None = None
+        self._last: _Job | None = None
+        # A daemon: an engine that hangs in native code must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._current is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
+        """See Engine.step. When it returns or raises, also by cancellation, the engine has left the step.
+
+        Raises InvalidTransition when a step is under way, EngineError also for what the engine did not foresee.
+        """
+        if self._current is not None or self._last is not None or not self._thread.is_alive():
+            raise InvalidTransition(f"{self._thread.name} takes one step at a time, and none when it is not running")
+        job = self._current = _Job(steps, is_cancelled)
+        self._jobs.put(job)
+        try:
+            return await self._tokens_of(job)
+        finally:
+            self._current = None
+
+    async def close(self, deadline_s: float) -> None:
+        """Ends the thread after the step that it is in. Raises EngineError when it is still inside at the deadline;
+        calling again waits again.
+        """
+        if not self._thread.is_alive():
+            return
+        if self._current is not None:
+            self._current.is_abandoned = True
+        if self._last is None:
+            self._last = _Job([], lambda: True)
+            self._jobs.put(_Stop(self._last))
+        done, _ = await asyncio.wait([self._last.tokens], timeout=deadline_s)
+        if not done:
+            raise EngineError(f"{self._thread.name} is still inside a step after {deadline_s:g} s")
+        self._thread.join()  # it has said its last word
+
+    async def _tokens_of(self, job: _Job) -> list[int | None]:
+        try:
+            return await asyncio.shield(job.tokens)
+        except asyncio.CancelledError:
+            job.is_abandoned = True
+            with contextlib.suppress(KvrelayError):  # nobody wants the step any more, nor its error
+                await finish_regardless(job.tokens)
+            raise
+
+    def _run(self) -> None:
+        while isinstance(job := self._jobs.get(), _Job):
+            self._run_one(job)
+        job.answer.resolve([])
+
+    def _run_one(self, job: _Job) -> None:
+        began_s = time.monotonic()
+        failure: KvrelayError | None = None
+        tokens: list[int | None] = []
+        try:
+            tokens = self._engine.step(job.steps, job.is_cancelled)
+        except KvrelayError as error:
+            failure = error
+        except Exception as error:
+            _log.exception("the engine failed")
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        self.busy_s += time.monotonic() - began_s
+        self.num_steps += 1
+        if failure is None:
+            job.resolve(tokens)
+        else:
+            job.fail(failure)

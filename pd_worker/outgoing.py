@@ -1,0 +1,260 @@
+"""A handoff that this worker makes. Runs its machine: pushes, digests, lease renewals, the receiver's verdict.
+
+chunk done -> digest -> push ------- blocks ------> the ticket's pool
+every lease_s / 3 ------------------ RenewLease --> its worker
+prompt done, all pushed ------------ FinishPrefill -> committed, or missing: push again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kv_transport.digest import block_digest
+from kv_transport.interface import BlockSender
+from pd_core.errors import KvrelayError, LeaseExpired, StaleTicket, WorkerLost
+from pd_core.handoff import (
+    AskVerdict,
+    BlocksMissing,
+    BlocksReady,
+    HandoffCommand,
+    HandoffEvent,
+    HandoffGivenUp,
+    HandoffLife,
+    HandoffState,
+    PromptComputed,
+    Push,
+    PushEnded,
+    ReceiverCommitted,
+    ReleaseBlocks,
+    StopPushes,
+    step,
+)
+from pd_core.memory import BlockMemory
+from pd_core.messages import AbandonPrefill, FinishPrefill, HandoffVerdict, RenewLease
+from pd_core.ticket import FirstToken, Ticket
+from pd_rpc.client import RpcClient
+from pd_worker.control import ControlConnections
+from pd_worker.counters import Counters
+from pd_worker.incoming import RENEWALS_PER_LEASE
+from pd_worker.tasks import BackgroundTasks, finish_regardless
+
+_log = logging.getLogger(__name__)
+
+ABANDON_TIMEOUT_S = 1.0
+
+
+class OutgoingPath:
+    """What all handoffs of one worker share. Belongs to the event loop.
+
+    push_timeout_s: the longest that one push, or one verdict, may take
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        sender: BlockSender,
+        control: ControlConnections,
+        counters: Counters,
+        push_timeout_s: float,
+    ) -> None:
+        self.sender = sender
+        self.control = control
+        self.counters = counters
+        self.push_timeout_s = push_timeout_s
+        self.tasks = BackgroundTasks()
+        self._memory = memory
+        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+
+    async def digests(self, block_ids: Sequence[int]) -> list[int]:
+        """Digests of our blocks, computed beside the event loop. Cancelled, it returns when nothing reads them."""
+        loop = asyncio.get_running_loop()
+        return await finish_regardless(loop.run_in_executor(self._digesting, self._digest_all, list(block_ids)))
+
+    async def close(self) -> None:
+        """Ends what still runs and the connections."""
+        await self.tasks.close()
+        await self.sender.close()
+        await self.control.close()
+        self._digesting.shutdown(wait=True)  # idle: every digest was awaited
+
+    def _digest_all(self, block_ids: list[int]) -> list[int]:
+        return [block_digest(self._memory.block(block_id)) for block_id in block_ids]
+
+
+class OutgoingHandoff:
+    """One handoff from its ticket to the release of our blocks. Belongs to the event loop.
+
+    block_ids:   our blocks of the ticket's range, held by the caller until `on_released`
+    on_released: called once; with why the handoff failed, or None when the receiver has committed
+    """
+
+    def __init__(
+        self,
+        path: OutgoingPath,
+        ticket: Ticket,
+        block_ids: Sequence[int],
+        on_released: Callable[[KvrelayError | None], None],
+    ) -> None:
+        self.ticket = ticket
+        self.num_bytes = 0
+        self._path = path
+        self._block_ids = list(block_ids)
+        self._digests: dict[int, int] = {}
+        self._on_released = on_released
+        self._life = HandoffLife(ticket.num_blocks)
+        self._error: KvrelayError | None = None
+        self._is_receiver_to_be_told = True
+        self._is_let_go = False
+        self._pushes: set[asyncio.Task[None]] = set()
+        self._lease = path.tasks.start(self._keep_lease(), f"lease-{ticket.ref.ticket_id}")
+
+    @property
+    def is_over(self) -> bool:
+        return self._life.is_over
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still succeed."""
+        return self._life.state in (HandoffState.PUSHING, HandoffState.FINISHING)
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks of the range, from its first on, that have been given to `blocks_ready`."""
+        return self._life.num_ready
+
+    def blocks_ready(self, indices: list[int]) -> None:
+        """The engine has finished these blocks of the range; they come in order."""
+        if self.is_open:
+            self._feed(BlocksReady(indices))
+
+    def prompt_computed(self, first_token: FirstToken) -> None:
+        """The engine is done; what follows is the transfer's matter."""
+        if self.is_open:
+            self._feed(PromptComputed(first_token))
+
+    def give_up(self, error: KvrelayError) -> None:
+        """Cancelled or failed on our side; the receiver is told."""
+        self._feed(HandoffGivenUp(error))
+
+    def let_go(self, error: KvrelayError) -> None:
+        """Ends it without a word to the receiver: the router, who has all it wants, takes the ticket back there.
+
+        A word of ours would reach the router by way of the receiver as a failure, perhaps before the last token does.
+        Should the router be gone, the lease ends the ticket.
+        """
+        self._is_receiver_to_be_told = False
+        self._is_let_go = True
+        self._feed(HandoffGivenUp(error))
+
+    def _feed(self, event: HandoffEvent) -> None:
+        self._life, commands = step(self._life, event)
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: HandoffCommand) -> None:
+        match command:
+            case Push(indices=indices):
+                name = f"push-{self.ticket.ref.ticket_id}"
+                push = self._path.tasks.start(self._push(indices), name)
+                self._pushes.add(push)
+                push.add_done_callback(self._push_ended)
+            case AskVerdict(first_token=first_token):
+                self._path.tasks.start(self._ask_verdict(first_token), f"verdict-{self.ticket.ref.ticket_id}")
+            case StopPushes(error=error):
+                self._error = error
+                for push in self._pushes:
+                    push.cancel()
+                if not self._is_let_go:
+                    self._path.counters.add("handoffs_aborted_total")
+                _log.info("handoff given up: %s", error, extra=self._extra)
+                if self._is_receiver_to_be_told:
+                    self._path.tasks.start(self._abandon(error), f"abandon-{self.ticket.ref.ticket_id}")
+            case ReleaseBlocks():
+                self._lease.cancel()
+                if self._error is None:
+                    self._path.counters.add("handoffs_committed_total")
+                self._on_released(self._error)
+
+    async def _push(self, indices: list[int]) -> None:
+        """A push that fails is no end: the verdict will say what is missing, as long as the receiver lives."""
+        block_ids = [self._block_ids[index] for index in indices]
+        fresh = [index for index in indices if index not in self._digests]
+        try:
+            digests = await self._path.digests([self._block_ids[index] for index in fresh])
+            self._digests.update(zip(fresh, digests, strict=True))
+            receipt = await self._path.sender.push(
+                self.ticket,
+                indices,
+                block_ids,
+                [self._digests[index] for index in indices],
+                self._path.push_timeout_s,
+            )
+        except KvrelayError as error:
+            _log.warning("push of %d blocks failed: %s", len(indices), error, extra=self._extra)
+            return
+        self.num_bytes += receipt.num_bytes
+        self._path.counters.add("kv_bytes_sent_total", receipt.num_bytes)
+
+    def _push_ended(self, push: asyncio.Task[None]) -> None:
+        """However it ended, also before its first step."""
+        self._pushes.discard(push)
+        self._feed(PushEnded())
+
+    async def _ask_verdict(self, first_token: FirstToken) -> None:
+        try:
+            client = await self._client()
+            verdict: HandoffVerdict = await client.call(
+                FinishPrefill(self.ticket.ref, first_token), deadline_s=self._path.push_timeout_s
+            )
+        except KvrelayError as error:
+            return self._receiver_failed(error)
+        if self._life.is_over:
+            return None  # given up while the answer was on its way
+        if not verdict.missing:
+            return self._feed(ReceiverCommitted())
+        _log.warning("%d blocks are missing", len(verdict.missing), extra=self._extra)
+        return self._feed(BlocksMissing(verdict.missing))
+
+    async def _keep_lease(self) -> None:
+        """Says that we live, first at once, until cancelled; ends the handoff when nobody hears it."""
+        try:
+            client = await self._client()
+            closed = asyncio.ensure_future(client.wait_closed())
+            try:
+                while not closed.done():
+                    await client.call(RenewLease(self.ticket.ref), deadline_s=self.ticket.lease_s)
+                    await asyncio.wait([closed], timeout=self.ticket.lease_s / RENEWALS_PER_LEASE)
+                raise WorkerLost(f"the decode worker of ticket {self.ticket.ref.ticket_id} is lost: {closed.result()}")
+            finally:
+                closed.cancel()
+        except KvrelayError as error:
+            self._receiver_failed(error)
+
+    async def _abandon(self, error: KvrelayError) -> None:
+        """Tells the receiver; when that cannot be, its lease tells it."""
+        try:
+            client = await self._path.control.client(
+                self.ticket.control_host, self.ticket.control_port, self.ticket.ref.incarnation, ABANDON_TIMEOUT_S
+            )
+            await client.call(AbandonPrefill(self.ticket.ref, error.message), deadline_s=ABANDON_TIMEOUT_S)
+        except KvrelayError as failure:
+            _log.info("the receiver was not told: %s", failure, extra=self._extra)
+
+    async def _client(self) -> RpcClient:
+        ticket = self.ticket
+        return await self._path.control.client(
+            ticket.control_host, ticket.control_port, ticket.ref.incarnation, ticket.lease_s
+        )
+
+    def _receiver_failed(self, error: KvrelayError) -> None:
+        if isinstance(error, StaleTicket | LeaseExpired | WorkerLost):
+            self._is_receiver_to_be_told = False  # it knows, or it is gone
+        if not self._life.is_over:
+            self._feed(HandoffGivenUp(error))
+
+    @property
+    def _extra(self) -> dict[str, object]:
+        return {"request_id": self.ticket.request_id, "ticket_id": self.ticket.ref.ticket_id}

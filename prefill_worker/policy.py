@@ -1,0 +1,68 @@
+"""How a prompt is cut into chunks, what a chunk finishes, and whose chunk is next. Pure.
+
+    tokens:  0 ....... chunk_tokens ....... 2 x chunk_tokens .... num_prompt
+             |--- one step ---|------ one step ------|-- the rest --|  -> first token
+    blocks:  |0|1|2|...|      all full: final                    |n|     the last may be partly filled
+
+Chunks start at absolute multiples of `chunk_tokens`, whatever was computed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from pd_core.errors import ContextLengthExceeded, TransferError
+from pd_core.layout import BLOCK_TOKENS
+from pd_core.ticket import Ticket
+from pd_worker.blocks import blocks_done, blocks_for
+
+
+class Prompt(Protocol):
+    """What the choice of the next chunk looks at."""
+
+    @property
+    def is_computed(self) -> bool: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+def check_fits(num_prompt: int, context_tokens: int, num_pool_blocks: int) -> None:
+    """Raises ContextLengthExceeded when the prompt can never be computed here, however empty the pool is."""
+    limit = min(context_tokens - 1, num_pool_blocks * BLOCK_TOKENS)
+    if num_prompt > limit:
+        raise ContextLengthExceeded(
+            f"the messages are {num_prompt} tokens; the context holds {context_tokens} with at least one token made, "
+            f"the KV pool {num_pool_blocks * BLOCK_TOKENS}",
+            param="messages",
+        )
+
+
+def check_range(ticket: Ticket, num_prompt: int) -> None:
+    """Raises TransferError for a ticket whose range is not a part of the prompt's blocks."""
+    end = ticket.first_block + ticket.num_blocks
+    if ticket.first_block < 0 or end > blocks_for(num_prompt):
+        raise TransferError(
+            f"the ticket is for blocks {ticket.first_block} .. {end - 1}, the prompt has {blocks_for(num_prompt)}"
+        )
+
+
+def chunk_end(start: int, num_prompt: int, chunk_tokens: int) -> int:
+    """Where the chunk that starts at `start` ends: at the next multiple of chunk_tokens, or with the prompt."""
+    return min(num_prompt, (start // chunk_tokens + 1) * chunk_tokens)
+
+
+def indices_done(ticket: Ticket, num_ready: int, end: int, num_prompt: int) -> list[int]:
+    """Blocks of the ticket's range that are final when positions 0 .. end - 1 are computed, after the `num_ready`
+    first ones, which were final before."""
+    num_done = blocks_done(end, num_prompt) - ticket.first_block
+    return list(range(num_ready, min(num_done, ticket.num_blocks)))
+
+
+def next_prompt(prompts: Sequence[P]) -> P | None:
+    """Whose chunk is next: first come, first served. `prompts` is in order of arrival."""
+    return next((prompt for prompt in prompts if not prompt.is_computed and not prompt.is_over), None)
