@@ -40,12 +40,12 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 
 unit: .venv/.installed
-	TRACES=$(TRACES) HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not slow"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not slow" --traces $(TRACES)
 
 test: lint unit
 
 identity: .venv/.installed
-	TRACES=$(TRACES) HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/identity --timeout 3600
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --traces $(TRACES) --timeout 3600 tests/identity
 
 newcomer:
 	bash tests/newcomer.sh

@@ -1,0 +1,121 @@
+"""Two-turn conversations as clients have them, with the ids that went in and came out, and the same by REF."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from questions import Question
+
+from pd_core.layout import DType
+from pd_core.request import GenerateRequest, SamplingParams
+from pd_engine.loader import layout_for, load_engine
+from pd_engine.reference import generate_alone
+from pd_model.assets import assets_of
+from pd_model.folder import ModelFolder, default_cache_dir
+from pd_worker.memory import PoolMemory
+
+MAX_TOKENS = 32
+CHUNK_TOKENS = 96
+"""For REF: another chunk size than the cluster's, because it must not matter."""
+TURN_S = 120.0
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.02, seed=20_177),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request and its answer."""
+
+    name: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    sampling: SamplingParams
+    finish_reason: str
+    usage: dict[str, int]
+
+
+class Client:
+    """Holds conversations with a server, all at once, each beginning at a random moment."""
+
+    def __init__(self, url: str, folder: ModelFolder, seed: int, spread_s: float) -> None:
+        self._url = url
+        self._assets = assets_of(folder)
+        self._chance = random.Random(seed)
+        self._spread_s = spread_s
+
+    async def hold_all(self, questions: list[Question]) -> list[Turn]:
+        limits = httpx.Limits(max_connections=2 * len(questions))
+        async with httpx.AsyncClient(base_url=self._url, timeout=TURN_S, limits=limits) as http:
+            talks = [
+                self._hold(http, question, kind, self._chance.uniform(0, self._spread_s))
+                for question in questions
+                for kind in SAMPLINGS
+            ]
+            return [turn for turns in await asyncio.gather(*talks) for turn in turns]
+
+    async def _hold(self, http: httpx.AsyncClient, question: Question, kind: str, pause_s: float) -> list[Turn]:
+        messages: list[dict[str, str]] = []
+        turns = []
+        for number, text in enumerate(question.turns, 1):
+            await asyncio.sleep(pause_s)
+            messages.append({"role": "user", "content": text})
+            body = await self._ask(http, messages, SAMPLINGS[kind])
+            choice = body["choices"][0]
+            expected = self._assets.tokenizer.encode(self._assets.chat_template.render(messages))
+            assert body["prompt_token_ids"] == expected
+            messages.append({"role": "assistant", "content": choice["message"]["content"]})
+            turns.append(
+                Turn(
+                    f"question {question.question_id} turn {number} {kind}",
+                    body["prompt_token_ids"],
+                    choice["token_ids"],
+                    SAMPLINGS[kind],
+                    choice["finish_reason"],
+                    body["usage"],
+                )
+            )
+        return turns
+
+    async def _ask(
+        self, http: httpx.AsyncClient, messages: list[dict[str, str]], sampling: SamplingParams
+    ) -> dict[str, Any]:
+        request = {
+            "model": self._assets.name,
+            "messages": messages,
+            "max_tokens": MAX_TOKENS,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "return_token_ids": True,
+        }
+        reply = await http.post("/v1/chat/completions", json=request)
+        assert reply.status_code == 200, reply.text
+        body: dict[str, Any] = reply.json()
+        return body
+
+
+def check_against_one_process(turns: list[Turn], folder: ModelFolder, dtype: DType) -> None:
+    """Every turn's ids are those of the same engine alone, one request at a time; usage and reason fit them."""
+    num_blocks = 1 + (max(len(turn.prompt_ids) for turn in turns) + MAX_TOKENS) // 16
+    memory = PoolMemory(num_blocks, layout_for(folder.manifest, dtype).block_bytes)
+    engine = load_engine(folder, dtype, memory, num_threads=2, cache_dir=default_cache_dir())
+    for turn in turns:
+        request = GenerateRequest(
+            "alone", turn.prompt_ids, MAX_TOKENS, turn.sampling, stop_token_ids=folder.manifest.eos_token_ids
+        )
+        alone = generate_alone(engine, request, CHUNK_TOKENS, range(num_blocks))
+        assert turn.token_ids == alone, turn.name
+        assert turn.usage["prompt_tokens"] == len(turn.prompt_ids)
+        assert turn.usage["completion_tokens"] == len(alone)
+        stopped = alone[-1] in folder.manifest.eos_token_ids
+        assert turn.finish_reason == ("stop" if stopped else "length"), turn.name
+    del engine
+    memory.close()

@@ -1,0 +1,202 @@
+"""The command line as far as nothing is started, and what it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shlex
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli import main, make_state_dir, ready_json, ready_text
+from cluster.launch import ClusterAddress
+from cluster.log_files import MAX_FILES, LogFiles, LoggedStream, log_to_file
+from cluster.progress import Progress
+from cluster.ray_runtime import MAX_SOCKET_PATH, SOCKET_BELOW, make_private_folder, own, sweep_abandoned, write_private
+from pd_core.messages import WorkerEndpoint
+
+ADDRESS = ClusterAddress(
+    url="http://127.0.0.1:18080",
+    host="127.0.0.1",
+    port=18080,
+    model_name="it's a model",
+    endpoints=[WorkerEndpoint("decode-0", "decode", "127.0.0.1", 5, "abc", 77)],
+)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_version_is_the_package_s():
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.output) == (0, "kvrelay, version 0.1.0\n")
+
+
+def test_a_port_in_use_ends_with_status_2_and_a_sentence_naming_it():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(main, ["up", "--port", str(port)])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"port {port} on 127.0.0.1 cannot be used" in result.stderr
+
+
+def test_with_json_an_error_is_one_object_that_names_the_path(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("decode: {max_batch: 0}")
+    result = CliRunner().invoke(main, ["up", "--json", "--config", str(file)])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
+        "event": "error",
+        "code": "config_error",
+        "message": f"{file}: decode.max_batch is 0; it must be between 1 and 1024",
+        "param": "decode.max_batch",
+    }
+
+
+@pytest.mark.parametrize("flags", [["--port", "x"], ["--dtype", "int3"], ["--nonsense"]])
+def test_a_wrong_flag_ends_with_status_2(flags):
+    assert CliRunner().invoke(main, ["up", *flags]).exit_code == 2
+
+
+def test_the_ready_text_is_one_line_and_a_command_to_paste():
+    first, command, rest = ready_text(ADDRESS).split("\n")
+    assert ADDRESS.url in first
+    assert rest == ""
+    words = shlex.split(command)
+    assert words[:3] == ["curl", "-sSN", "http://127.0.0.1:18080/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert (body["model"], body["stream"]) == ("it's a model", True)
+
+
+def test_the_ready_object_is_one_line():
+    line = ready_json(ADDRESS)
+    assert line.count("\n") == 1
+    assert json.loads(line) == {
+        "event": "ready",
+        "url": ADDRESS.url,
+        "model": ADDRESS.model_name,
+        "workers": [{"name": "decode-0", "role": "decode", "pid": 77}],
+    }
+
+
+def test_the_state_folder_is_closed_to_others_even_if_it_was_open():
+    folder = make_state_dir()
+    assert mode_of(folder) == 0o700
+    folder.chmod(0o755)
+    assert mode_of(make_state_dir()) == 0o700
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "state").write_text("in the way")
+    result = CliRunner().invoke(main, ["up"])
+    assert result.exit_code == 2
+    assert "the state folder" in result.stderr
+
+
+def test_log_lines_are_json_and_only_the_newest_files_are_kept(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for number in range(MAX_FILES + 5):
+        (folder / f"20200101-0000{number:02}-1-cluster.jsonl").touch()
+    files = LogFiles(tmp_path, pid=42)
+    assert len(list(folder.iterdir())) == MAX_FILES
+    file = files.path("cluster")
+    handler = log_to_file(file)
+    try:
+        logging.getLogger("cluster.test").info("hello", extra={"seat": "decode-0"})
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    line = json.loads(file.read_text())
+    assert (line["message"], line["seat"], line["level"]) == ("hello", "decode-0", "info")
+    assert mode_of(file) == 0o600
+
+
+def test_what_others_print_becomes_log_lines(caplog):
+    caplog.set_level(logging.INFO)
+    stream = LoggedStream(logging.getLogger("ray"))
+    print("a worker died\nand", end="", file=stream)
+    print(" another", file=stream)
+    assert [record.getMessage() for record in caplog.records] == ["a worker died", "and another"]
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    progress = Progress(stream, num_steps=3)
+    for percent in range(0, 100, 10):
+        progress(f"converting the model: {percent}%")
+    progress("router is up")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("converting the model: 0%")
+    assert lines[1].endswith("router is up")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_leaves_nothing_there():
+    stream = Terminal()
+    progress = Progress(stream, num_steps=2)
+    progress("starting Ray")
+    progress("router is up")
+    progress.close()
+    assert "router is up" in stream.getvalue()
+    assert stream.getvalue().split("\r")[-1].strip() == ""
+
+
+def test_ray_s_folder_is_private_and_short_enough_for_its_sockets(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="kv") as short:
+        below = make_private_folder(Path(short))
+        assert below.parent == Path(short) / "run"
+        assert (mode_of(below), mode_of(below.parent)) == (0o700, 0o700)
+    deep = tmp_path / ("d" * 60)
+    elsewhere = make_private_folder(deep)
+    try:
+        assert mode_of(elsewhere) == 0o700
+        assert len(str(elsewhere) + SOCKET_BELOW) <= MAX_SOCKET_PATH
+        assert not deep.exists()
+    finally:
+        elsewhere.rmdir()
+
+
+def test_folders_of_killed_launchers_are_swept_and_those_in_use_are_not(tmp_path):
+    folders = [tmp_path / f"kvrelay-{name}" for name in ("alive", "killed", "unowned")]
+    for folder in folders:
+        (folder / "r" / "sockets").mkdir(parents=True)
+    alive, killed = own(folders[0]), own(folders[1])
+    os.close(killed)
+    owners = [folder / "owner" for folder in folders]
+    sweep_abandoned(owners)
+    assert [folder.exists() for folder in folders] == [True, False, True]
+    os.close(alive)
+    sweep_abandoned(owners)
+    assert [folder.exists() for folder in folders] == [False, False, True]
+
+
+def test_a_private_file_is_private_from_the_start_and_never_replaces_another(tmp_path):
+    file = tmp_path / "token"
+    write_private(file, "secret")
+    assert (file.read_text(), mode_of(file)) == ("secret", 0o600)
+    with pytest.raises(FileExistsError):
+        write_private(file, "other")
