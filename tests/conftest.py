@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import tqdm
 from leaks import POLL_S, SETTLE_S, Belongings, belongings, left_behind
 
 from cluster.processes import list_descendants
 from cluster.ray_runtime import RayRuntime
+
+tqdm.tqdm.monitor_interval = 0  # transformers shows progress; its watching thread would never end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -161,5 +161,5 @@ async def no_leaks() -> AsyncIterator[Peers]:
 async def until(condition, within_s: float = 5.0) -> None:
     """Waits until `condition()` holds; fails when it does not in time."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - it may be a state of another process or of the kernel
+        while not condition():
             await asyncio.sleep(0.005)

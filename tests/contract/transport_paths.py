@@ -142,7 +142,7 @@ class Pair:
 async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
     """For what happens in other threads and has no event to wait for."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.002)
 
 

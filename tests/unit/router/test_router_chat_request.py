@@ -33,6 +33,7 @@ def test_what_is_left_out_has_openais_defaults_and_a_seed_of_its_own() -> None:
         sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=77),
         is_stream=False,
         with_usage=False,
+        with_token_ids=False,
         ignores_eos=False,
     )
 

@@ -47,7 +47,7 @@ class GateEngine:
     async def until_inside(self) -> None:
         """Returns when a step is under way."""
         async with asyncio.timeout(HANG_S):
-            while not self.is_inside.is_set():  # noqa: ASYNC110 - it is another thread that sets it
+            while not self.is_inside.is_set():
                 await asyncio.sleep(POLL_S)
 
     def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
