@@ -16,8 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from pd_core.errors import ContextLengthExceeded
-from pd_core.layout import BLOCK_TOKENS
-from pd_worker.blocks import blocks_for
+from pd_core.layout import BLOCK_TOKENS, blocks_for
 
 T = TypeVar("T")
 

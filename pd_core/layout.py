@@ -11,6 +11,12 @@ from pd_core.errors import LayoutMismatch
 BLOCK_TOKENS = 16
 """B: tokens in one KV block."""
 
+
+def blocks_for(num_tokens: int) -> int:
+    """How many blocks hold the KV of positions 0 .. num_tokens - 1."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
 DType = Literal["float32", "bfloat16", "uint8"]
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "uint8": 1}
 

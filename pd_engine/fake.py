@@ -9,9 +9,9 @@ import numpy as np
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled, EngineError
-from pd_core.layout import BLOCK_TOKENS, BlockLayout, Fingerprint
+from pd_core.layout import BLOCK_TOKENS, BlockLayout, Fingerprint, blocks_for
 from pd_core.memory import BlockMemory
-from pd_engine.steps import blocks_for, check_steps, entered_blocks
+from pd_engine.steps import check_steps, entered_blocks
 
 FAKE_VOCAB_SIZE = 97
 FAKE_LAYOUT = BlockLayout(name="fake", num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from pd_core.engine import SequenceStep
-from pd_core.layout import BLOCK_TOKENS, BlockLayout
+from pd_core.layout import BLOCK_TOKENS, BlockLayout, blocks_for
 from pd_engine.decoder import Decoder
 from pd_engine.philox import uniform
 from pd_engine.pool import KvPool
 from pd_engine.scratch import ScratchMemory
-from pd_engine.steps import blocks_for
 
 PROOF_VERSION = 1
 PROMPT_TOKENS = 560

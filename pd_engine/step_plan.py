@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pd_core.engine import SequenceStep
-from pd_core.layout import BLOCK_TOKENS
+from pd_core.layout import BLOCK_TOKENS, blocks_for
 from pd_engine.attention import AttentionKernel, AttentionPlan, RowSpan
 from pd_engine.pool import KvPool
-from pd_engine.steps import blocks_for, entered_blocks
+from pd_engine.steps import entered_blocks
 
 ROW_MULTIPLE: dict[torch.dtype, int] = {torch.float32: 8, torch.bfloat16: 4}
 """torch's linear layers give a row the same bits for every number of rows that is a multiple of this."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import EngineError
-from pd_core.layout import BLOCK_TOKENS
+from pd_core.layout import BLOCK_TOKENS, blocks_for
 
 
 def check_steps(steps: Sequence[SequenceStep], *, vocab_size: int, context_tokens: int, num_blocks: int) -> None:
@@ -29,11 +29,6 @@ def written_blocks(step: SequenceStep) -> Sequence[int]:
 def entered_blocks(step: SequenceStep) -> Sequence[int]:
     """Ids of the blocks that the sequence writes into for the first time: the engine zeroes them."""
     return step.block_ids[blocks_for(step.start) : blocks_for(step.end)]
-
-
-def blocks_for(num_tokens: int) -> int:
-    """How many blocks hold positions 0 .. num_tokens - 1."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def _check_tokens(index: int, step: SequenceStep, vocab_size: int, context_tokens: int) -> None:

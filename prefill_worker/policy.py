@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from pd_core.errors import ContextLengthExceeded, TransferError
-from pd_core.layout import BLOCK_TOKENS
+from pd_core.layout import BLOCK_TOKENS, blocks_for
 from pd_core.ticket import Ticket
-from pd_worker.blocks import blocks_done, blocks_for
 
 
 class Prompt(Protocol):
@@ -54,6 +53,14 @@ def check_range(ticket: Ticket, num_prompt: int) -> None:
 def chunk_end(start: int, num_prompt: int, chunk_tokens: int) -> int:
     """Where the chunk that starts at `start` ends: at the next multiple of chunk_tokens, or with the prompt."""
     return min(num_prompt, (start // chunk_tokens + 1) * chunk_tokens)
+
+
+def blocks_done(end: int, num_prompt: int) -> int:
+    """Blocks, from the first on, that are final when positions 0 .. end - 1 of the prompt are computed.
+
+    A block in the middle of the prompt is final when it is full; the last one when the prompt is done.
+    """
+    return blocks_for(end) if end == num_prompt else end // BLOCK_TOKENS
 
 
 def indices_done(ticket: Ticket, num_ready: int, end: int, num_prompt: int) -> list[int]:

@@ -13,13 +13,13 @@ from kv_transport.interface import BlockSender
 from pd_core.config import Config
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, Overloaded
+from pd_core.layout import blocks_for
 from pd_core.memory import BlockMemory
 from pd_core.messages import StartPrefill, TokenMade, WorkerEndpoint
 from pd_core.request import finish_after
 from pd_core.ticket import FirstToken
 from pd_rpc.server import CallContext
 from pd_rpc.wire import PeerIdentity
-from pd_worker.blocks import blocks_for
 from pd_worker.control import ControlConnections
 from pd_worker.outbox import Outbox
 from pd_worker.outgoing import OutgoingHandoff, OutgoingPath

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.view import ClusterView, Health, Role, WorkerView, blocks_for
+from pd_core.layout import blocks_for
+from router.view import ClusterView, Health, Role, WorkerView
 
 
 class Demand(msgspec.Struct, frozen=True):

@@ -21,7 +21,6 @@ from typing import Literal
 
 import msgspec
 
-from pd_core.layout import BLOCK_TOKENS
 from pd_core.messages import WorkerEndpoint, WorkerState, WorkerStatus
 
 Role = Literal["prefill", "decode"]
@@ -261,8 +260,3 @@ def _limits(view: ClusterView, now_s: float) -> Limits | None:
         prefill_pool_tokens=min(status.pool_tokens for status in by_role["prefill"]),
         decode_pool_tokens=min(status.pool_tokens for status in by_role["decode"]),
     )
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold this many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_engine import TINY_MANIFEST, engine_over, tiny_decoder, write_tiny_weights
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pd_core.engine import SequenceStep
 from pd_engine.engine import TorchEngine
 from pd_engine.kernels import kernels
-from pd_engine.tiny import TINY_MANIFEST, engine_over, tiny_decoder, write_tiny_weights
 from pd_model.folder import ModelFolder
 from pd_model.manifest import ModelManifest
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tiny_engine import TINY_MANIFEST, engine_over, tiny_decoder, write_tiny_weights
 from torch import Tensor
 
 from pd_core.engine import SequenceStep
@@ -21,7 +22,6 @@ from pd_core.layout import DType
 from pd_engine.decoder import Decoder
 from pd_engine.engine import TorchEngine
 from pd_engine.kernels import kernels
-from pd_engine.tiny import TINY_MANIFEST, engine_over, tiny_decoder, write_tiny_weights
 from pd_model.folder import ModelFolder
 
 KERNELS = list(kernels())

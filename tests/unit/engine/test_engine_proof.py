@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tiny_engine import TINY_MANIFEST, tiny_decoder, write_tiny_weights
 from torch import Tensor
 
 from pd_core.layout import BlockLayout, check_pairing
@@ -19,7 +20,6 @@ from pd_engine.kernels import kernels
 from pd_engine.loader import fingerprint_for, layout_for, load_engine
 from pd_engine.pool import KvPool
 from pd_engine.scratch import ScratchMemory
-from pd_engine.tiny import TINY_MANIFEST, tiny_decoder, write_tiny_weights
 from pd_model.folder import ModelFolder
 
 LAYOUT = layout_for(TINY_MANIFEST, "float32")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tiny_engine import TINY_MANIFEST, engine_over, tiny_decoder, tiny_engine, write_tiny_weights
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled, ConfigError, EngineError, ModelError
@@ -21,7 +22,6 @@ from pd_engine.loader import layout_for
 from pd_engine.pool import KvPool
 from pd_engine.reference import generate_alone
 from pd_engine.scratch import ScratchMemory
-from pd_engine.tiny import TINY_MANIFEST, engine_over, tiny_decoder, tiny_engine, write_tiny_weights
 from pd_engine.weights import read_weights
 
 GREEDY = SamplingParams()

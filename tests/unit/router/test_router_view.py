@@ -6,6 +6,7 @@ from cluster_views import RULES, cluster, endpoint, status
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_core.layout import blocks_for
 from pd_core.messages import WorkerState
 from router.view import (
     ClusterView,
@@ -13,7 +14,6 @@ from router.view import (
     Limits,
     OurWork,
     WorkerRef,
-    blocks_for,
     heard,
     lost,
     placed,

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from decode_worker.policy import check_fits, next_batch, room_for
 from pd_core.errors import ContextLengthExceeded, TransferError
-from pd_core.layout import BLOCK_TOKENS
+from pd_core.layout import BLOCK_TOKENS, blocks_for
 from pd_core.ticket import Ticket, TicketRef
-from pd_worker.blocks import blocks_done, blocks_for
 from pd_worker.verdict import LONGEST_QUIET_S, QUIET_AFTER_BREAK_S, QUIET_S, Arrival, answer_at_s
+from prefill_worker.policy import blocks_done, check_range, chunk_end, indices_done, next_prompt
 from prefill_worker.policy import check_fits as check_prompt_fits
-from prefill_worker.policy import check_range, chunk_end, indices_done, next_prompt
 
 PROMPTS = st.integers(1, 700)
 CHUNKS = st.integers(1, 32).map(lambda blocks: blocks * BLOCK_TOKENS)
