@@ -36,11 +36,11 @@ from pd_core.messages import (
 )
 from pd_core.ticket import FirstToken
 from pd_rpc.server import CallContext
+from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.incoming import IncomingHandoff, IncomingHandoffs, Outcome
 from pd_worker.outbox import Outbox
 from pd_worker.shell import WorkerShell, log_extra
-from pd_worker.tasks import BackgroundTasks
 
 _log = logging.getLogger(__name__)
 

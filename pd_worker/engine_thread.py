@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import EngineError, InvalidTransition, KvrelayError
-from pd_worker.tasks import finish_regardless
+from pd_rpc.tasks import finish_regardless
 
 _log = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from pd_core.ticket import (
     issue,
     step,
 )
+from pd_rpc.tasks import BackgroundTasks
 from pd_worker.counters import Counters
-from pd_worker.tasks import BackgroundTasks
 from pd_worker.verdict import Arrival, answer_at_s
 
 _log = logging.getLogger(__name__)

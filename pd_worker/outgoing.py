@@ -36,10 +36,10 @@ from pd_core.memory import BlockMemory
 from pd_core.messages import AbandonPrefill, FinishPrefill, HandoffVerdict, RenewLease
 from pd_core.ticket import FirstToken, Ticket
 from pd_rpc.client import RpcClient
+from pd_rpc.tasks import BackgroundTasks, finish_regardless
 from pd_worker.control import ControlConnections
 from pd_worker.counters import Counters
 from pd_worker.incoming import RENEWALS_PER_LEASE
-from pd_worker.tasks import BackgroundTasks, finish_regardless
 
 _log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from pd_core.messages import StartPrefill, TokenMade, WorkerEndpoint
 from pd_core.request import finish_after
 from pd_core.ticket import FirstToken
 from pd_rpc.server import CallContext
+from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.control import ControlConnections
 from pd_worker.outbox import Outbox
 from pd_worker.outgoing import OutgoingHandoff, OutgoingPath
 from pd_worker.shell import WorkerShell, check_peer, log_extra
-from pd_worker.tasks import BackgroundTasks
 from prefill_worker.job import PrefillJob
 from prefill_worker.policy import check_fits, check_range, indices_done, next_prompt
 

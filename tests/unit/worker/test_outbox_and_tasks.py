@@ -9,9 +9,9 @@ import pytest
 
 from pd_core.errors import Cancelled, DeadlineExceeded, EngineError
 from pd_core.messages import TokenMade
+from pd_rpc.tasks import BackgroundTasks, finish_regardless
 from pd_worker.counters import COUNTER_NAMES, Counters
 from pd_worker.outbox import Outbox
-from pd_worker.tasks import BackgroundTasks, finish_regardless
 
 
 async def read_all(outbox: Outbox) -> list[object]:

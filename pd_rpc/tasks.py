@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,13 +30,18 @@ async def finish_regardless(future: asyncio.Future[T]) -> T:
 
 
 class BackgroundTasks:
-    """Tasks with one owner, who closes them."""
+    """Tasks with one owner, who closes them.
 
-    def __init__(self) -> None:
+    on_failure: told of an error that a task did not handle, after it was logged: a fault of ours, and whatever the
+                task did for others is not done any more
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs it; an error that it does not handle is logged as a fault of ours."""
+        """Runs it until it ends or the owner closes."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -53,3 +58,5 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("task %s failed", task.get_name(), exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(error)
