@@ -48,7 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """chunk_tokens: tokens of one engine step, a multiple of 16; max_running: prompts in the worker at once."""
+    """chunk_tokens: of one engine step, a multiple of 16 up to 512; max_running: prompts in the worker at once."""
 
     num_workers: int = 1
     num_blocks: int | None = None
@@ -115,7 +115,7 @@ def check_config(config: Config) -> None:
         ("router.request_timeout_s", config.router.request_timeout_s, 0.01, 86_400.0),
         ("router.max_body_bytes", config.router.max_body_bytes, 1 << 10, 1 << 30),
         ("prefill.num_workers", config.prefill.num_workers, 1, 1024),
-        ("prefill.chunk_tokens", config.prefill.chunk_tokens, 16, 1 << 16),
+        ("prefill.chunk_tokens", config.prefill.chunk_tokens, 16, 512),
         ("prefill.max_running", config.prefill.max_running, 1, 1024),
         ("decode.num_workers", config.decode.num_workers, 1, 1024),
         ("decode.max_batch", config.decode.max_batch, 1, 1024),

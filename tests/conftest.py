@@ -24,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--traces", type=Path, default=None, help="folder with public request traces; may be absent")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with a Ray come last: while it lives in this process nobody can tell its sockets from ours."""
+    items.sort(key=lambda item: "ray_local" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def traces(request: pytest.FixtureRequest) -> Path | None:
     """The trace folder, where there is one."""
