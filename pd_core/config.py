@@ -25,10 +25,14 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """path: a Hugging Face folder, a GGUF file, "fake", or None for the embedded SmolLM2-135M-Instruct."""
+    """path: a Hugging Face folder, a GGUF file, "fake", or None for the embedded SmolLM2-135M-Instruct.
+
+    kernels: "native" (C++), "sdpa" or "tiled" (torch); "auto" is native where machine and model allow it
+    """
 
     path: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    kernels: Literal["auto", "native", "sdpa", "tiled"] = "auto"
     fake: FakeEngineConfig = FakeEngineConfig()
 
 

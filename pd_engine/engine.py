@@ -27,12 +27,15 @@ class TorchEngine:
         fingerprint: Fingerprint,
         proof: InvarianceProof,
         num_threads: int,
+        why: str | None = None,
     ) -> None:
+        """why: it is torch that runs the model, for /ready's detail"""
         self._decoder = decoder
         self._pool = pool
         self._fingerprint = fingerprint
         self._proof = proof
         self._num_threads = num_threads
+        self._why = why
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -65,7 +68,7 @@ class TorchEngine:
         return self._run(steps, range(len(steps)), _never)
 
     def invariance_report(self) -> dict[str, str]:
-        return self._proof.report()
+        return self._proof.report() | ({} if self._why is None else {"torch_because": self._why})
 
     def _run(self, steps: Sequence[SequenceStep], picked: Sequence[int], is_cancelled: Callable[[], bool]) -> Tensor:
         if not steps:

@@ -10,26 +10,44 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pd_core.engine import SequenceStep
-from pd_core.layout import BLOCK_TOKENS, BlockLayout, blocks_for
-from pd_engine.decoder import Decoder
+from pd_core.layout import BLOCK_TOKENS, blocks_for
+from pd_core.memory import BlockMemory
 from pd_engine.philox import uniform
-from pd_engine.pool import KvPool
-from pd_engine.scratch import ScratchMemory
 
-PROOF_VERSION = 1
+PROOF_VERSION = 2
 PROMPT_TOKENS = 560
 NUM_LAYERS = 4
 FRONT_CHUNKS = (5, 16, 1, 42)
 TAIL_CHUNKS = (1, 1, 3, 16, 1)
 NEIGHBOUR_TOKENS = (1, 2, 17, 1, 9)
+NUM_BLOCKS = 2 * blocks_for(PROMPT_TOKENS) + 2 * len(NEIGHBOUR_TOKENS)
+"""What a trial's pool must have."""
+
+
+class Shallow(Protocol):
+    """The first layers of an engine (NUM_LAYERS of them) over a pool of its own (NUM_BLOCKS blocks)."""
+
+    @property
+    def memory(self) -> BlockMemory: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    def run(self, steps: Sequence[SequenceStep], num_threads: int) -> NDArray[np.float32]:
+        """Runs the steps with so many threads; logits of the first step's last token."""
+        ...
 
 
 class InvarianceProof(msgspec.Struct, frozen=True):
@@ -58,7 +76,7 @@ class InvarianceProof(msgspec.Struct, frozen=True):
 
 
 def proven(
-    decoder: Decoder, layout: BlockLayout, numerics: str, weights: str, num_threads: int, cache_dir: Path
+    make_shallow: Callable[[], Shallow], numerics: str, weights: str, num_threads: int, cache_dir: Path
 ) -> InvarianceProof:
     """The proof for this engine: looked up, or made (within a second for a small model) and kept."""
     threads = sorted({1, num_threads})
@@ -67,62 +85,53 @@ def proven(
     known = _read(path)
     if known is not None and (known.numerics, known.weights, known.threads) == (numerics, weights, threads):
         return known
-    proof = InvarianceProof(numerics, weights, threads, find_variance(decoder, layout, threads))
+    proof = InvarianceProof(numerics, weights, threads, find_variance(make_shallow(), threads))
     _write(path, proof)
     return proof
 
 
-def find_variance(decoder: Decoder, layout: BlockLayout, threads: Sequence[int]) -> str | None:
+def find_variance(shallow: Shallow, threads: Sequence[int]) -> str | None:
     """None when every way of running the prompt gives the same bits, else a sentence about the first that does not."""
-    before = torch.get_num_threads()
-    try:
-        shallow = decoder.shallow(NUM_LAYERS)
-        return _Trial(shallow, msgspec.structs.replace(layout, num_layers=shallow.manifest.num_layers)).run(threads)
-    finally:
-        torch.set_num_threads(before)
+    return _Trial(shallow).run(threads)
 
 
 class _Trial:
     """whole and again are two block tables for the prompt; neighbours have blocks of their own."""
 
-    def __init__(self, decoder: Decoder, layout: BlockLayout) -> None:
-        manifest = decoder.manifest
-        num_tokens = min(PROMPT_TOKENS, manifest.context_tokens)
-        self.decoder = decoder
-        self.tokens = [int(uniform(0, position) * manifest.vocab_size) for position in range(num_tokens)]
+    def __init__(self, shallow: Shallow) -> None:
+        num_tokens = min(PROMPT_TOKENS, shallow.context_tokens)
+        self.shallow = shallow
+        self.tokens = [int(uniform(0, position) * shallow.vocab_size) for position in range(num_tokens)]
         num_blocks = blocks_for(num_tokens)
         self.whole = range(num_blocks)
         self.again = range(num_blocks, 2 * num_blocks)
         self.others = [range(2 * num_blocks + 2 * i, 2 * num_blocks + 2 * i + 2) for i in range(len(NEIGHBOUR_TOKENS))]
-        memory = ScratchMemory(2 * num_blocks + 2 * len(NEIGHBOUR_TOKENS), layout.block_bytes)
-        self.pool = KvPool(memory, layout)
 
     def run(self, threads: Sequence[int]) -> str | None:
-        torch.set_num_threads(max(threads))
-        expected = self._forward(self._step(0, len(self.tokens), self.whole))
+        expected = self.shallow.run([self._step(0, len(self.tokens), self.whole)], max(threads))
         tail = max(0, len(self.tokens) - sum(TAIL_CHUNKS)) // BLOCK_TOKENS * BLOCK_TOKENS
         for num_threads in threads:
-            torch.set_num_threads(num_threads)
             words = f"with {num_threads} thread" + ("s" if num_threads > 1 else "")
-            self._run_chunks(0, FRONT_CHUNKS)
-            if not self._kv_equal(0, min(sum(FRONT_CHUNKS), len(self.tokens))):
+            self._run_chunks(0, FRONT_CHUNKS, num_threads)
+            if not self._kv_equal(min(sum(FRONT_CHUNKS), len(self.tokens))):
                 return f"KV of chunks {FRONT_CHUNKS} differs from the whole prompt's, {words}"
-            self.pool.blocks[self.again.start : self.again.stop] = self.pool.blocks[: self.whole.stop]
-            got = self._run_chunks(tail, [*TAIL_CHUNKS, len(self.tokens) - tail - sum(TAIL_CHUNKS)])
-            if not self._kv_equal(0, len(self.tokens)):
+            for whole, again in zip(self.whole, self.again, strict=True):
+                self.shallow.memory.block(again)[:] = self.shallow.memory.block(whole)
+            got = self._run_chunks(tail, [*TAIL_CHUNKS, len(self.tokens) - tail - sum(TAIL_CHUNKS)], num_threads)
+            if not self._kv_equal(len(self.tokens)):
                 return f"KV of chunks {TAIL_CHUNKS} among other sequences differs from the whole prompt's, {words}"
-            if not torch.equal(got, expected):
+            if not np.array_equal(got, expected):
                 return f"logits after chunks {TAIL_CHUNKS} among other sequences differ, {words}"
         return None
 
-    def _run_chunks(self, start: int, sizes: Sequence[int]) -> Tensor:
+    def _run_chunks(self, start: int, sizes: Sequence[int], num_threads: int) -> NDArray[np.float32]:
         """Runs the second table's chunks; every other one together with all neighbours. Logits of the last one."""
-        logits = torch.empty(0)
+        logits = np.empty(0, np.float32)
         for number, size in enumerate(sizes):
             end = min(start + size, len(self.tokens))
             if end > start:
                 neighbours = self._neighbours() if number % 2 else []
-                logits = self._forward(self._step(start, end, self.again), *neighbours)
+                logits = self.shallow.run([self._step(start, end, self.again), *neighbours], num_threads)
             start = end
         return logits
 
@@ -133,22 +142,14 @@ class _Trial:
     def _step(self, start: int, end: int, table: range) -> SequenceStep:
         return SequenceStep(self.tokens[start:end], start, table, None)
 
-    def _forward(self, *steps: SequenceStep) -> Tensor:
-        return self.decoder.forward(steps, [0], self.pool, _never)
+    def _kv_equal(self, num_tokens: int) -> bool:
+        """Whether the blocks of the first positions are the same, byte for byte, in both tables.
 
-    def _kv_equal(self, start: int, end: int) -> bool:
-        """Whether KV of positions start .. end - 1 is the same, byte for byte, in both tables."""
-        shape = (-1, self.pool.heads_a_block, BLOCK_TOKENS, self.pool.layout.head_dim)
-        both = self.pool.blocks.view(torch.uint8).view(self.pool.num_blocks, -1)
-        tables = (both[list(self.whole)], both[list(self.again)])
-        first, second = (
-            table.view(self.pool.blocks.dtype).view(shape).transpose(1, 2).flatten(0, 1)[start:end] for table in tables
-        )
-        return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
-def _never() -> bool:
-    return False
+        Chunks end with a block, or with the prompt and then both tables' last blocks have zeros behind it.
+        """
+        memory, num_blocks = self.shallow.memory, blocks_for(num_tokens)
+        pairs = zip(self.whole[:num_blocks], self.again[:num_blocks], strict=True)
+        return all(memory.block(whole) == memory.block(again) for whole, again in pairs)
 
 
 def _read(path: Path) -> InvarianceProof | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pd_core.errors import ModelError
+from pd_engine.tensor_file import TensorFile
 from pd_model.manifest import ModelManifest
 
 _ALIGNMENT_BYTES = 64
@@ -48,17 +47,12 @@ def read_weights(path: Path, manifest: ModelManifest, dtype: torch.dtype) -> Wei
 
     Raises ModelError when the file cannot be read, or a tensor is missing or has another shape than the manifest says.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return _Reader(file, manifest, dtype).read()
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights at {path}: {error}") from error
+    return _Reader(TensorFile(path), manifest, dtype).read()
 
 
 class _Reader:
-    def __init__(self, file: Any, manifest: ModelManifest, dtype: torch.dtype) -> None:
-        self._file = file
-        self._names = set(file.keys())
+    def __init__(self, tensors: TensorFile, manifest: ModelManifest, dtype: torch.dtype) -> None:
+        self._tensors = tensors
         self._manifest = manifest
         self._dtype = dtype
 
@@ -92,9 +86,9 @@ class _Reader:
         )
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        if name not in self._names:
+        if name not in self._tensors:
             raise ModelError(f"the weights lack {name}")
-        tensor: Tensor = self._file.get_tensor(name)
+        tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{name} is {list(tensor.shape)}; the manifest says {list(shape)}")
         tensor = tensor.to(self._dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,8 @@ from pd_core.engine import Engine
 from pd_core.errors import ConfigError
 from pd_engine.fake import DECODE_FACTOR, FAKE_LAYOUT, PREFILL_FACTOR, FakeEngine
 from pd_worker.memory import PoolMemory
+
+_log = logging.getLogger(__name__)
 
 FAKE_PATH = "fake"
 _FACTORS = {"prefill": PREFILL_FACTOR, "decode": DECODE_FACTOR}
@@ -45,10 +48,12 @@ def _fake(config: Config, role: Role, num_blocks: int) -> tuple[Engine, PoolMemo
 
 
 def _real(config: Config, num_blocks: int, num_threads: int, cache_dir: Path) -> tuple[Engine, PoolMemory]:
-    from pd_engine.loader import layout_for, load_engine  # noqa: PLC0415 - torch, which the fake does without
+    from pd_engine.loader import load_engine, plan_engine  # noqa: PLC0415 - torch, which the fake does without
     from pd_model.folder import open_model  # noqa: PLC0415
 
     folder = open_model(config.model.path, cache_dir)
-    memory = PoolMemory(num_blocks, layout_for(folder.manifest, config.model.dtype).block_bytes)
-    engine = load_engine(folder, config.model.dtype, memory, num_threads=num_threads, cache_dir=cache_dir)
-    return engine, memory
+    plan = plan_engine(folder, config.model.dtype, cache_dir, config.model.kernels)
+    if plan.why is not None:
+        _log.warning("torch's kernels run the model: %s", plan.why)
+    memory = PoolMemory(num_blocks, plan.layout.block_bytes)
+    return load_engine(plan, memory, num_threads=num_threads), memory

@@ -16,7 +16,7 @@ from pd_engine.decoder import Decoder
 from pd_engine.engine import TorchEngine
 from pd_engine.invariance import InvarianceProof
 from pd_engine.kernels import DEFAULT_KERNEL, kernel_named
-from pd_engine.loader import layout_for
+from pd_engine.loader import torch_layout
 from pd_engine.numerics import numerics_id
 from pd_engine.pool import KvPool, torch_dtype
 from pd_engine.scratch import ScratchMemory
@@ -59,7 +59,7 @@ def tiny_decoder(path: Path, manifest: ModelManifest, dtype: DType, kernel: str)
 
 def engine_over(decoder: Decoder, dtype: DType, num_blocks: int, num_threads: int) -> TorchEngine:
     """An engine with a pool of its own and no proof: for tests that are themselves the proof."""
-    layout = layout_for(decoder.manifest, dtype)
+    layout = torch_layout(decoder.manifest, dtype)
     numerics = numerics_id(decoder.kernel, dtype)
     fingerprint = Fingerprint("tiny", "tiny", "tiny", numerics, layout)
     proof = InvarianceProof(numerics, "tiny", [], "nothing was tried")

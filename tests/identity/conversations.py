@@ -12,7 +12,7 @@ from questions import Question
 
 from pd_core.layout import DType
 from pd_core.request import GenerateRequest, SamplingParams
-from pd_engine.loader import layout_for, load_engine
+from pd_engine.loader import load_engine, plan_engine
 from pd_engine.reference import generate_alone
 from pd_model.assets import assets_of
 from pd_model.folder import ModelFolder, default_cache_dir
@@ -105,8 +105,9 @@ class Client:
 def check_against_one_process(turns: list[Turn], folder: ModelFolder, dtype: DType) -> None:
     """Every turn's ids are those of the same engine alone, one request at a time; usage and reason fit them."""
     num_blocks = 1 + (max(len(turn.prompt_ids) for turn in turns) + MAX_TOKENS) // 16
-    memory = PoolMemory(num_blocks, layout_for(folder.manifest, dtype).block_bytes)
-    engine = load_engine(folder, dtype, memory, num_threads=2, cache_dir=default_cache_dir())
+    plan = plan_engine(folder, dtype, default_cache_dir())
+    memory = PoolMemory(num_blocks, plan.layout.block_bytes)
+    engine = load_engine(plan, memory, num_threads=2)
     for turn in turns:
         request = GenerateRequest(
             "alone", turn.prompt_ids, MAX_TOKENS, turn.sampling, stop_token_ids=folder.manifest.eos_token_ids

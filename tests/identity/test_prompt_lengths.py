@@ -15,10 +15,10 @@ from decode_worker.worker import DecodeWorker
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
 from pd_core.config import Config, parse_config
+from pd_core.engine import Engine
 from pd_core.layout import DType
 from pd_core.request import FinishReason, GenerateRequest, SamplingParams
-from pd_engine.engine import TorchEngine
-from pd_engine.loader import layout_for, load_engine
+from pd_engine.loader import load_engine, plan_engine
 from pd_engine.reference import generate_alone
 from pd_model.assets import assets_of
 from pd_model.folder import ModelFolder, default_cache_dir
@@ -50,14 +50,13 @@ class Rig:
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         self.folder = folder
         self.memories: list[PoolMemory] = []
-        self.engines: list[TorchEngine] = []
+        self.engines: list[Engine] = []
+        plan = plan_engine(folder, config.model.dtype, default_cache_dir())
         for num_blocks in (config.prefill.num_blocks, config.decode.num_blocks):
             assert num_blocks is not None
-            memory = PoolMemory(num_blocks, layout_for(folder.manifest, config.model.dtype).block_bytes)
+            memory = PoolMemory(num_blocks, plan.layout.block_bytes)
             self.memories.append(memory)
-            self.engines.append(
-                load_engine(folder, config.model.dtype, memory, num_threads=1, cache_dir=default_cache_dir())
-            )
+            self.engines.append(load_engine(plan, memory, num_threads=1))
         self.prefill = PrefillWorker(
             name="prefill-0",
             incarnation="prefill-boot",

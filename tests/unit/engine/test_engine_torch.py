@@ -18,7 +18,7 @@ from pd_core.request import GenerateRequest, SamplingParams, continue_request
 from pd_engine.decoder import rotary_tables, silu
 from pd_engine.engine import TorchEngine
 from pd_engine.kernels import kernel_named, kernels
-from pd_engine.loader import layout_for
+from pd_engine.loader import torch_layout
 from pd_engine.pool import KvPool
 from pd_engine.reference import generate_alone
 from pd_engine.scratch import ScratchMemory
@@ -176,7 +176,7 @@ def test_rotary_tables_turn_by_position_times_frequency():
 
 
 def test_a_pool_that_does_not_fit_the_layout_is_refused():
-    layout = layout_for(TINY_MANIFEST, "bfloat16")
+    layout = torch_layout(TINY_MANIFEST, "bfloat16")
     with pytest.raises(EngineError, match="the pool has"):
         KvPool(ScratchMemory(4, layout.block_bytes * 2), layout)
 

@@ -1,0 +1,53 @@
+"""The first layers of a torch decoder over a pool of their own, for the engine's check of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pd_core.engine import SequenceStep
+from pd_core.layout import BlockLayout
+from pd_core.memory import BlockMemory
+from pd_engine.decoder import Decoder
+from pd_engine.invariance import NUM_BLOCKS, NUM_LAYERS
+from pd_engine.pool import KvPool
+from pd_engine.scratch import ScratchMemory
+
+
+class ShallowDecoder:
+    """See `pd_engine.invariance.Shallow`."""
+
+    def __init__(self, decoder: Decoder, layout: BlockLayout) -> None:
+        self._decoder = decoder.shallow(NUM_LAYERS)
+        shallow = msgspec.structs.replace(layout, num_layers=self._decoder.manifest.num_layers)
+        self._memory = ScratchMemory(NUM_BLOCKS, shallow.block_bytes)
+        self._pool = KvPool(self._memory, shallow)
+
+    @property
+    def memory(self) -> BlockMemory:
+        return self._memory
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.manifest.vocab_size
+
+    @property
+    def context_tokens(self) -> int:
+        return self._decoder.manifest.context_tokens
+
+    def run(self, steps: Sequence[SequenceStep], num_threads: int) -> NDArray[np.float32]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, _never).numpy()
+            return logits
+        finally:
+            torch.set_num_threads(before)
+
+
+def _never() -> bool:
+    return False
