@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from decode_worker.policy import next_batch
 from decode_worker.sequence import DecodeSequence
@@ -79,19 +80,43 @@ class DecodeBatch:
             tokens = await self._engine_thread.step(steps, self._is_step_unwanted.is_set)
         except Cancelled:
             return  # nobody wanted it; had somebody, the next step would be the same again
-        except KvrelayError as error:
-            self._fail(error)
+        except EngineError as error:
+            if len(self._stepping) == 1:
+                self._fail(self._stepping[0], error)
+            else:
+                await self._step_one_by_one()
             return
         for sequence, token in zip(self._stepping, tokens, strict=True):
+            self._take(sequence, token)
+
+    async def _step_one_by_one(self) -> None:
+        """Once after a failed step: whose share fails alone too ends; the others' tokens are what they were to be,
+        because a sequence's result does not depend on the rest of its step."""
+        for sequence in self._stepping:
             if sequence.is_over:
                 continue
-            if token is None:
-                sequence.end(EngineError(f"the engine drew no token for {sequence.request.request_id}"))
+            try:
+                [token] = await self._engine_thread.step([sequence.next_step()], partial(_is_over, sequence))
+            except Cancelled:
                 continue
-            self._counters.add("decode_tokens_total")
-            sequence.take(token)
+            except EngineError as error:
+                self._fail(sequence, error)
+            else:
+                self._take(sequence, token)
 
-    def _fail(self, error: KvrelayError) -> None:
-        for sequence in self._stepping:
-            _log.error("decode step failed: %s", error, extra={"request_id": sequence.request.request_id})
-            sequence.end(error)
+    def _take(self, sequence: DecodeSequence, token: int | None) -> None:
+        if sequence.is_over:
+            return
+        if token is None:
+            sequence.end(EngineError(f"the engine drew no token for {sequence.request.request_id}"))
+            return
+        self._counters.add("decode_tokens_total")
+        sequence.take(token)
+
+    def _fail(self, sequence: DecodeSequence, error: KvrelayError) -> None:
+        _log.error("decode step failed: %s", error, extra={"request_id": sequence.request.request_id})
+        sequence.end(error)
+
+
+def _is_over(sequence: DecodeSequence) -> bool:
+    return sequence.is_over

@@ -39,6 +39,11 @@ class DecodeSequence:
     def is_over(self) -> bool:
         return self.outbox.is_over
 
+    @property
+    def has_begun(self) -> bool:
+        """Its KV is here, and the first token was not the last."""
+        return self.num_made > 0
+
     def begin(self, first: FirstToken, table: list[int]) -> None:
         """The prompt's KV is in the first blocks of `table`; `first` is the token after it, whose KV is not made."""
         self.table = table

@@ -22,6 +22,7 @@ from pd_core.errors import (
     Overloaded,
     ProtocolError,
     TransferError,
+    WorkerLost,
 )
 from pd_core.memory import BlockMemory
 from pd_core.messages import (
@@ -77,11 +78,11 @@ class DecodeWorker:
         self._config = config.decode
         self._receiver = transport(memory, shell.identity)
         self._handoffs = IncomingHandoffs(
-            shell.ledger, self._receiver, memory.block_bytes, config.transfer.lease_s, shell.counters
+            shell.ledger, self._receiver, memory.block_bytes, config.transfer.lease_s, shell.counters, shell.fail
         )
         self._batch = DecodeBatch(shell.engine_thread, shell.counters, self._config.max_batch, self._left)
         self._sequences: dict[str, DecodeSequence] = {}
-        self._tasks = BackgroundTasks()
+        self._tasks = BackgroundTasks(shell.fail)
 
     @property
     def num_running(self) -> int:
@@ -111,6 +112,10 @@ class DecodeWorker:
         self._tasks.start(self._batch.run(), "decode-batch")
         return endpoint
 
+    async def wait_failed(self) -> WorkerLost:
+        """Returns only when this boot can serve no more, and why."""
+        return await self._shell.wait_failed()
+
     async def stop(self, grace_s: float) -> None:
         """Lets running requests end within `grace_s`, cuts the rest; afterwards nothing of ours is left."""
         await self._shell.drain(grace_s)
@@ -137,7 +142,9 @@ class DecodeWorker:
                 yield message
         finally:
             if not sequence.is_over:
-                self._shell.counters.add("requests_cancelled_total")
+                # Before the commit the prefill worker counts: it alone knows whether its token was the last.
+                if sequence.has_begun:
+                    self._shell.counters.add("requests_cancelled_total")
                 self._end(sequence, Cancelled("the router has left"))
 
     async def _renew_lease(self, body: RenewLease, _: CallContext) -> AsyncIterator[LeaseHeld]:

@@ -8,7 +8,7 @@ verdict        when the receiver answers that blocks are missing; pure
 outgoing       handoffs that we make: push, lease, verdict, release
 control        connections to the workers that our handoffs go to
 outbox         tokens on their way to the router, bounded
-tasks          background tasks that are never lost
+guard          callbacks whose faults end the boot
 counters       totals for the heartbeat
 shell          server, heartbeat, ledger report, drain, stop
 build          config -> engine and memory

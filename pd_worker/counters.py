@@ -6,12 +6,12 @@ COUNTER_NAMES = (
     "prefill_tokens_total",  # prompt tokens run through the engine
     "decode_tokens_total",  # tokens drawn by decode steps
     "handoffs_committed_total",
-    "handoffs_aborted_total",
+    "handoffs_aborted_total",  # failed; on decode workers without those that the router took back
     "kv_bytes_sent_total",
     "kv_bytes_received_total",
     "kv_blocks_corrupt_total",  # blocks that came with other bytes than their digest says
     "kv_frames_stale_total",  # frames for tickets that nobody waits for
-    "requests_cancelled_total",  # requests whose router left
+    "requests_cancelled_total",  # whose router left: before the commit counted by prefill, then by decode
     "steps_total",  # engine steps
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from kv_transport.interface import BlockReceiver, BlocksArrived, ReceiverEvent, WriterStopped
-from pd_core.errors import KvrelayError, StaleTicket, TransferError
+from pd_core.errors import Cancelled, KvrelayError, StaleTicket, TransferError
 from pd_core.ledger import BlockLedger, Reservation
 from pd_core.messages import HandoffCommitted
 from pd_core.ticket import (
@@ -42,6 +42,7 @@ from pd_core.ticket import (
 )
 from pd_rpc.tasks import BackgroundTasks
 from pd_worker.counters import Counters
+from pd_worker.guard import guarded
 from pd_worker.verdict import Arrival, answer_at_s
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class IncomingHandoff:
         self._last_news_s = self.issued_s
         self._news = asyncio.Event()
         self._is_closing = False
+        self._num_postponed = 0
         self._look_at(self._life.silent_after_s)
 
     @property
@@ -160,12 +162,16 @@ class IncomingHandoff:
                 self._news.set()
 
     def _look_at(self, due_s: float) -> None:
-        self._timer = self._loop.call_at(due_s, self._on_timer, due_s)
+        self._timer = self._loop.call_at(due_s, guarded(self._on_timer, self._home.on_failure), due_s)
 
     def _on_timer(self, due_s: float) -> None:
-        """The lease may have run out. When it was us who were away, what the writer said meanwhile is read first."""
+        """The lease may have run out. When it was us who were away, what the writer said meanwhile is read first.
+
+        A loop that is late all the time puts the end off by one lease in all, then the silence counts.
+        """
         now_s = self._loop.time()
-        if now_s - due_s > LATE_S:
+        if now_s - due_s > LATE_S and self._num_postponed < RENEWALS_PER_LEASE:
+            self._num_postponed += 1
             self._look_at(now_s + self.ticket.lease_s / RENEWALS_PER_LEASE)
             return
         self._feed(TimePassed(now_s))
@@ -173,7 +179,10 @@ class IncomingHandoff:
             self._look_at(max(self._life.silent_after_s, now_s))
 
     def _feed(self, event: TicketEvent) -> None:
+        before_s = self._life.silent_after_s
         self._life, commands = step(self._life, event)
+        if self._life.silent_after_s > before_s:  # the writer was heard
+            self._num_postponed = 0
         self._news.set()
         for command in commands:
             self._carry_out(command)
@@ -194,7 +203,8 @@ class IncomingHandoff:
                 self._timer.cancel()
                 _log.info("handoff aborted: %s", error, extra=self._extra)
                 ledger.abort(epoch)
-                self._home.counters.add("handoffs_aborted_total")
+                if not isinstance(error, Cancelled):  # taken back by the router, who may have had its last token
+                    self._home.counters.add("handoffs_aborted_total")
                 self._error = error
                 self._close_permit()
                 self._outcome.failed(error)
@@ -228,16 +238,24 @@ class IncomingHandoffs:
     """The tickets of one pool, by id. Belongs to the event loop.
 
     control_host, control_port: where writers of our tickets find us; known after the server has started
+    on_failure: told of faults of ours, after which tickets are no longer looked after
     """
 
     def __init__(
-        self, ledger: BlockLedger, receiver: BlockReceiver, block_bytes: int, lease_s: float, counters: Counters
+        self,
+        ledger: BlockLedger,
+        receiver: BlockReceiver,
+        block_bytes: int,
+        lease_s: float,
+        counters: Counters,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self.ledger = ledger
         self.receiver = receiver
         self.block_bytes = block_bytes
         self.counters = counters
-        self.tasks = BackgroundTasks()
+        self.tasks = BackgroundTasks(on_failure)
+        self.on_failure = on_failure
         self.control_host = ""
         self.control_port = 0
         self._lease_s = lease_s
@@ -269,7 +287,7 @@ class IncomingHandoffs:
         handoff = IncomingHandoff(self, ticket, holder, outcome)
         self._by_ref[ref] = handoff
         try:
-            self.receiver.open_ticket(ticket, handoff.on_receiver_event)
+            self.receiver.open_ticket(ticket, guarded(handoff.on_receiver_event, self.on_failure))
         except KvrelayError as error:
             handoff.give_up(error)
             raise

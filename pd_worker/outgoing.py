@@ -39,6 +39,7 @@ from pd_rpc.client import RpcClient
 from pd_rpc.tasks import BackgroundTasks, finish_regardless
 from pd_worker.control import ControlConnections
 from pd_worker.counters import Counters
+from pd_worker.guard import guarded
 from pd_worker.incoming import RENEWALS_PER_LEASE
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class OutgoingPath:
     """What all handoffs of one worker share. Belongs to the event loop.
 
     push_timeout_s: the longest that one push, or one verdict, may take
+    on_failure:     told of faults of ours, after which handoffs are no longer looked after
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class OutgoingPath:
         control: ControlConnections,
         counters: Counters,
         push_timeout_s: float,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self.sender = sender
         self.control = control
         self.counters = counters
         self.push_timeout_s = push_timeout_s
-        self.tasks = BackgroundTasks()
+        self.tasks = BackgroundTasks(on_failure)
+        self.on_failure = on_failure
         self._memory = memory
         self._digesting = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
@@ -160,7 +164,7 @@ class OutgoingHandoff:
                 name = f"push-{self.ticket.ref.ticket_id}"
                 push = self._path.tasks.start(self._push(indices), name)
                 self._pushes.add(push)
-                push.add_done_callback(self._push_ended)
+                push.add_done_callback(guarded(self._push_ended, self._path.on_failure))
             case AskVerdict(first_token=first_token):
                 self._path.tasks.start(self._ask_verdict(first_token), f"verdict-{self.ticket.ref.ticket_id}")
             case StopPushes(error=error):

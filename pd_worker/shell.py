@@ -12,7 +12,7 @@ import msgspec
 
 from pd_core.config import Config
 from pd_core.engine import Engine
-from pd_core.errors import InvalidRequest, KvrelayError, LayoutMismatch, Unavailable
+from pd_core.errors import InvalidRequest, InvalidTransition, KvrelayError, LayoutMismatch, Unavailable, WorkerLost
 from pd_core.layout import BLOCK_TOKENS, check_pairing
 from pd_core.ledger import BlockLedger
 from pd_core.memory import BlockMemory
@@ -28,6 +28,7 @@ from pd_core.messages import (
 )
 from pd_core.request import GenerateRequest
 from pd_rpc.server import CallContext, Handler, RpcServer
+from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 SETTLE_S = 5.0
 """How long blocks of cut requests may take to come back when a worker stops."""
 ENGINE_CLOSE_S = 5.0
+LAST_WORDS_S = 0.1
+"""How long a worker that has failed still listens, so that its requests' errors get out."""
 
 
 class Work(Protocol):
@@ -127,6 +130,9 @@ class WorkerShell:
         self.counters = Counters()
         self.requests = OpenRequests()
         self._state = WorkerState.READY
+        self._failure: WorkerLost | None = None
+        self._failed = asyncio.Event()
+        self._tasks = BackgroundTasks()
         self._num_statuses = 0
         self._server: RpcServer | None = None
         self._work: Work | None = None
@@ -146,7 +152,9 @@ class WorkerShell:
         return WorkerEndpoint(identity.name, identity.role, host, port, identity.incarnation, os.getpid())
 
     def check_request(self, request: GenerateRequest) -> None:
-        """Raises Unavailable while draining, InvalidRequest for what no engine could run."""
+        """Raises WorkerLost after `fail`, Unavailable while draining, InvalidRequest for what no engine could run."""
+        if self._failure is not None:
+            raise self._failure
         if self._state is WorkerState.DRAINING:
             raise Unavailable(f"{self.identity} is draining", retry_after_s=1.0)
         if not request.tokens:
@@ -157,6 +165,34 @@ class WorkerShell:
         if lowest < 0 or highest >= self.engine.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequest(f"token {wrong} is not in a vocabulary of {self.engine.vocab_size}", param="messages")
+
+    def fail(self, fault: BaseException) -> None:
+        """A fault of ours: something that requests depend on is not done any more, so this boot can serve none.
+
+        They all end with WorkerLost, no new ones are taken, and after LAST_WORDS_S nobody can call any more.
+        """
+        if self._failure is not None:
+            return
+        self._failure = WorkerLost(f"{self.identity} has failed: {type(fault).__name__}: {fault}")
+        _log.critical("this boot serves no more", exc_info=fault)
+        self._tasks.start(self._leave(self._failure), "leave")
+
+    async def wait_failed(self) -> WorkerLost:
+        """Returns only after `fail`, when nobody can call any more; what the requests were told."""
+        await self._failed.wait()
+        if self._failure is None:
+            raise InvalidTransition("left without a failure")
+        return self._failure
+
+    async def _leave(self, error: WorkerLost) -> None:
+        try:
+            if self._work is not None:
+                self._work.cut(error)
+            await asyncio.sleep(LAST_WORDS_S)
+        finally:  # also when a request cannot even be ended: its stream ends with the server
+            if self._server is not None:
+                await self._server.close()
+            self._failed.set()
 
     async def drain(self, grace_s: float) -> int:
         """Takes no new work, lets what runs end; how many were cut when the grace time was over."""
@@ -170,6 +206,7 @@ class WorkerShell:
 
     async def close_server(self) -> None:
         """Nobody can call any more; returns when all blocks have come back, or SETTLE_S later."""
+        await self._tasks.close()
         if self._server is not None:
             await self._server.close()
         if not await self.requests.wait_empty(SETTLE_S):

@@ -12,7 +12,9 @@ from typing import Protocol
 
 from pd_core.config import Config
 from pd_core.engine import Engine
+from pd_core.errors import KvrelayError
 from pd_core.messages import WorkerEndpoint
+from pd_rpc.tasks import BackgroundTasks
 from pd_worker.build import Role, build_engine
 from pd_worker.memory import PoolMemory
 from pd_worker.process import log_to, use_cores
@@ -24,6 +26,8 @@ class Worker(Protocol):
     async def start(self) -> WorkerEndpoint: ...
 
     async def stop(self, grace_s: float) -> None: ...
+
+    async def wait_failed(self) -> KvrelayError: ...
 
 
 class WorkerActor(ABC):
@@ -57,7 +61,9 @@ class WorkerActor(ABC):
         self._cache_dir = Path(cache_dir)
         self._memory: PoolMemory | None = None
         self._worker: Worker | None = None
-        self._stopped = asyncio.Event()
+        self._failure: KvrelayError | None = None
+        self._tasks = BackgroundTasks()
+        self._ended = asyncio.Event()
 
     @abstractmethod
     def make_worker(self, engine: Engine, memory: PoolMemory) -> Worker:
@@ -69,18 +75,28 @@ class WorkerActor(ABC):
             build_engine, self.config, self.role, self._num_threads, self._cache_dir
         )
         self._memory = memory
-        self._worker = self.make_worker(engine, memory)
-        return await self._worker.start()
+        worker = self._worker = self.make_worker(engine, memory)
+        endpoint = await worker.start()
+        self._tasks.start(self._end_at_failure(worker), "end-at-failure")
+        return endpoint
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests end within `grace_s`; afterwards nothing is left but the process."""
+        await self._tasks.close()
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.stop(grace_s)
         if self._memory is not None:
             self._memory.close()
-        self._stopped.set()
+        self._ended.set()
 
     async def run_until_stopped(self) -> None:
-        """Returns at `stop` only; fails when this process dies, which is how the supervisor hears of it."""
-        await self._stopped.wait()
+        """Returns at `stop` only. Raises WorkerLost when the worker has failed, and Ray fails it when this process
+        dies: the supervisor takes both for the end of this boot."""
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _end_at_failure(self, worker: Worker) -> None:
+        self._failure = await worker.wait_failed()
+        self._ended.set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from kv_transport.choice import RoutedSender
 from kv_transport.interface import BlockSender
+from kv_transport.tcp import PATH
 from kv_transport.tcp_sender import TcpBlockSender
 from pd_core.engine import Engine
 from pd_core.memory import BlockMemory
@@ -27,4 +29,4 @@ class PrefillActor(WorkerActor):
         )
 
     def _sender(self, memory: BlockMemory, identity: PeerIdentity) -> BlockSender:
-        return TcpBlockSender(memory, identity, self.secret)
+        return RoutedSender({PATH: TcpBlockSender(memory, identity, self.secret)})

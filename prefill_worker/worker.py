@@ -12,7 +12,7 @@ import msgspec
 from kv_transport.interface import BlockSender
 from pd_core.config import Config
 from pd_core.engine import Engine, SequenceStep
-from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, Overloaded
+from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, Overloaded, WorkerLost
 from pd_core.layout import blocks_for
 from pd_core.memory import BlockMemory
 from pd_core.messages import StartPrefill, TokenMade, WorkerEndpoint
@@ -67,11 +67,12 @@ class PrefillWorker:
             ControlConnections(identity, secret, check_peer),
             self._shell.counters,
             config.transfer.push_timeout_s,
+            self._shell.fail,
         )
         self._jobs: dict[str, PrefillJob] = {}
         self._stepping: PrefillJob | None = None
         self._news = asyncio.Event()
-        self._tasks = BackgroundTasks()
+        self._tasks = BackgroundTasks(self._shell.fail)
 
     @property
     def num_running(self) -> int:
@@ -90,6 +91,10 @@ class PrefillWorker:
         endpoint = await self._shell.start(self, {StartPrefill: self._start_prefill})
         self._tasks.start(self._compute(), "prefill-steps")
         return endpoint
+
+    async def wait_failed(self) -> WorkerLost:
+        """Returns only when this boot can serve no more, and why."""
+        return await self._shell.wait_failed()
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests end within `grace_s`, cuts the rest; afterwards nothing of ours is left."""
@@ -113,7 +118,8 @@ class PrefillWorker:
                 yield message
         finally:
             if not job.is_over:
-                self._shell.counters.add("requests_cancelled_total")
+                if not job.is_finished:
+                    self._shell.counters.add("requests_cancelled_total")
                 self._end(job, Cancelled("the router has left"))
 
     def _admit(self, body: StartPrefill) -> PrefillJob:

@@ -157,4 +157,18 @@ async def test_the_counters_add_up(rig: Rig) -> None:
     assert prefill.counters["handoffs_committed_total"] == decode.counters["handoffs_committed_total"] == 3
     assert prefill.counters["handoffs_aborted_total"] == decode.counters["handoffs_aborted_total"] == 0
     assert prefill.counters["steps_total"] == 3 * 2
+    assert prefill.counters["requests_cancelled_total"] == decode.counters["requests_cancelled_total"] == 0
     assert (prefill.num_running, prefill.num_waiting, decode.num_running, decode.num_waiting) == (0, 0, 0, 0)
+
+
+async def test_a_request_whose_first_token_is_its_last_is_neither_cancelled_nor_aborted(rig: Rig) -> None:
+    """The router closes the decode leg then as it does when its client leaves."""
+    for num_prompt in (5, 3 * CHUNK_TOKENS + 1):
+        await rig.generate(make_request(f"by-length-{num_prompt}", num_prompt, 1))
+        stopped = make_request(f"by-stop-{num_prompt}", num_prompt, 9)
+        first = expected_tokens(stopped.tokens, 1)
+        assert await rig.generate(msgspec.structs.replace(stopped, stop_token_ids=first)) == first
+    await rig.wait_idle(within_s=1.0)
+    for client in (rig.to_prefill, rig.to_decode):
+        counters = (await rig.status(client)).counters
+        assert counters["requests_cancelled_total"] == counters["handoffs_aborted_total"] == 0

@@ -17,6 +17,7 @@ from kv_transport.interface import BlockReceiver, BlockSender
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
 from pd_core.config import Config, DecodeConfig, PrefillConfig, TransferConfig
+from pd_core.engine import Engine
 from pd_core.errors import KvrelayError, TokenMismatch
 from pd_core.ledger import LedgerCounts
 from pd_core.memory import BlockMemory
@@ -244,8 +245,15 @@ async def workers(
     times: Times | None = None,
     faults: FaultPlan | None = None,
     prefill_numerics: str = FAKE_NUMERICS,
+    trick: Callable[[Engine], Engine] = lambda engine: engine,
 ) -> AsyncIterator[Rig]:
-    """Both workers, started and connected; stopped at the end, and nothing may be left then."""
+    """Both workers, started and connected; stopped at the end.
+
+    trick: given each engine, the one that the worker gets
+
+    When the block ends and its router has left, every block of both pools must come back without a stop: a test of
+    anything is a test of leaks too.
+    """
     config = config or small_config()
     times = times or Times()
     network = InprocNetwork()
@@ -279,7 +287,7 @@ async def workers(
         incarnation="prefill-boot",
         secret=SECRET,
         config=config,
-        engine=prefill_engine,
+        engine=trick(prefill_engine),
         memory=prefill_memory,
         transport=make_sender,
     )
@@ -288,14 +296,20 @@ async def workers(
         incarnation="decode-boot",
         secret=SECRET,
         config=config,
-        engine=decode_engine,
+        engine=trick(decode_engine),
         memory=decode_memory,
         transport=make_receiver,
     )
     prefill_end, decode_end = await prefill.start(), await decode.start()
     to_prefill, to_decode = await connect(prefill_end), await connect(decode_end)
+    rig = Rig(prefill, decode, prefill_end, decode_end, to_prefill, to_decode)
     try:
-        yield Rig(prefill, decode, prefill_end, decode_end, to_prefill, to_decode)
+        yield rig
+        await to_prefill.close()
+        await to_decode.close()
+        await eventually(lambda: rig.is_idle, config.transfer.lease_s + 2.0)
+        prefill.shell.ledger.validate()
+        decode.shell.ledger.validate()
     finally:
         await to_prefill.close()
         await to_decode.close()

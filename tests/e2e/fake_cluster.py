@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pd_core.config import Config, parse_config
 from pd_engine.fake import DECODE_FACTOR, PREFILL_FACTOR
 from pd_model.fake import fake_model
 
-LEASE_S = 0.6
+LEASE_S = 1.5
 ERROR_S = 3.0
 """After whatever happens, a client knows within so long."""
 LEAK_FREE_S = max(5.0, LEASE_S + 2.0)
@@ -95,8 +95,10 @@ class FakeCluster:
         reply = await self.http.post(ROUTE, json=self.body(text, max_tokens, **more), headers=headers)
         return Outcome(reply.status_code, body=reply.json(), took_s=time.monotonic() - began_s)
 
-    async def stream(self, text: str, max_tokens: int, until_tokens: int | None = None) -> Outcome:
-        """Reads to the end, or leaves after so many tokens."""
+    async def stream(
+        self, text: str, max_tokens: int, until_tokens: int | None = None, on_event: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Reads to the end, or leaves after so many tokens. on_event: called after each event."""
         began_s = time.monotonic()
         body = self.body(text, max_tokens, stream=True)
         async with self.http.stream("POST", ROUTE, json=body) as reply:
@@ -108,6 +110,7 @@ class FakeCluster:
                     async for line in reply.aiter_lines():
                         if line.startswith("data: "):
                             outcome.events.append(line.removeprefix("data: "))
+                            on_event()
                         if until_tokens is not None and len(outcome.token_ids) >= until_tokens:
                             break
                 except httpx.RemoteProtocolError:
@@ -120,9 +123,23 @@ class FakeCluster:
         os.kill(pid, number)
         return pid
 
+    async def break_engine(self, worker: str) -> None:
+        """Its engine answers with no token at all from now on, which no engine may: a fault inside the process."""
+        [seat] = [seat for seat in self.cluster._workers if seat.name == worker]
+        await seat._actor.__ray_call__.remote(
+            lambda actor: setattr(actor._worker.shell.engine, "step", lambda steps, is_cancelled: [])
+        )
+
     async def ledgers(self) -> dict[str, Any]:
         ledgers: dict[str, Any] = (await self.http.get("/debug/ledger")).json()["workers"]
         return ledgers
+
+    async def wait_counts(self, worker: str, state: str, within_s: float = 5.0) -> None:
+        """Until the worker has a block in this state."""
+        began_s = time.monotonic()
+        while not (await self.ledgers())[worker]["counts"][state]:
+            assert time.monotonic() - began_s < within_s, await self.ledgers()
+            await asyncio.sleep(0.01)
 
     async def metric(self, name: str) -> float:
         """The sum of a metric over all its labels."""

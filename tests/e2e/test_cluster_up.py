@@ -208,3 +208,18 @@ def test_a_model_that_is_not_there_is_named_within_seconds_and_nothing_is_left(s
     assert "there is no model at /nowhere/model.gguf" in run.stderr
     assert "Traceback" not in run.stderr
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_when_ray_itself_dies_the_run_says_so_and_ends_and_nothing_is_left(start, name):
+    run = start()
+    run.wait_ready()
+    next(process for process in run.family if process.name() == name).kill()
+    assert run.wait_end(5.0) == 1
+    assert f"kvrelay: Ray's {name} died" in run.stderr
+    assert "Traceback" not in run.stderr
+    run.assert_nothing_left()
+    assert run.process.stdout is not None
+    assert json.loads(run.process.stdout.readline())["event"] == "error"
+    log = next((run.home / ".local" / "state" / "kvrelay" / "logs").glob("*-cluster.jsonl"))
+    assert f"Ray's {name} died" in json.loads(log.read_text().splitlines()[-1])["message"]

@@ -71,20 +71,54 @@ async def test_too_long_is_refused_at_once_each_time_also_when_the_pools_are_nea
 
 @pytest.mark.parametrize("moment", ["before it computes", "after half the blocks"])
 async def test_the_only_prefill_worker_is_killed(moment: str, tmp_path: Path) -> None:
-    """Known fault 7: prefill fails, and decode and client wait for KV that cannot come."""
+    """Known fault 7: prefill fails, and decode and client wait for KV that cannot come.
+
+    Before it computes: another prompt is first, and takes longer than the worker lives.
+    """
     async with fake_cluster(slow_config(token_s=0.01), tmp_path) as fake:
+        is_early = moment == "before it computes"
+        ahead = [asyncio.create_task(fake.ask(f"ahead {LONG}", 20))] if is_early else []
+        if is_early:
+            await fake.wait_counts("prefill-0", "held")
         whole = asyncio.create_task(fake.ask(LONG, 20))
         streamed = asyncio.create_task(fake.stream(LONG, 20))
-        await asyncio.sleep(0.1 if moment == "before it computes" else 1.6)
+        await asyncio.sleep(0.3 if is_early else 1.6)
+        assert not any(task.done() for task in ahead)
         killed_s = asyncio.get_running_loop().time()
         fake.signal("prefill-0", signal.SIGKILL)
-        for outcome in (await whole, await streamed):
+        for outcome in await asyncio.gather(*ahead, whole, streamed):
             assert outcome.status == 503
             assert outcome.error is not None
             assert outcome.error["message"]
         assert asyncio.get_running_loop().time() - killed_s < ERROR_S
         again = await fake.wait_served()
         assert again.body["choices"][0]["token_ids"] == expected_ids("again", 4)
+
+
+async def test_the_only_prefill_worker_is_killed_between_its_first_token_and_the_commit(tmp_path: Path) -> None:
+    """Known fault 7, after the headers: an error event and no [DONE]. Decode stands still: it cannot commit."""
+    async with fake_cluster(slow_config(token_s=0.003), tmp_path) as fake:
+        assert (await fake.ask("warm", 4)).status == 200
+        has_token = asyncio.Event()
+        reading = asyncio.create_task(fake.stream(LONG, 20, on_event=has_token.set))
+        await fake.wait_counts("prefill-0", "held")
+        fake.signal("decode-0", signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(has_token.wait(), ERROR_S)
+            killed_s = asyncio.get_running_loop().time()
+            fake.signal("prefill-0", signal.SIGKILL)
+            outcome = await reading
+            assert asyncio.get_running_loop().time() - killed_s < ERROR_S
+        finally:
+            fake.signal("decode-0", signal.SIGCONT)
+        assert outcome.status == 200
+        assert outcome.error is not None
+        assert not outcome.is_done
+        assert not outcome.was_cut
+        assert outcome.token_ids == expected_ids(LONG, 1)
+        again = await fake.wait_served()
+        assert again.body["choices"][0]["token_ids"] == expected_ids("again", 4)
+        await fake.wait_no_leak()
 
 
 async def test_the_prefill_worker_falls_silent(tmp_path: Path) -> None:
@@ -118,6 +152,24 @@ async def test_the_decode_worker_is_lost_in_mid_stream(number: signal.Signals, t
         assert len(outcome.token_ids) >= 5
         again = await fake.wait_served()
         assert again.body["choices"][0]["token_ids"] == expected_ids("again", 4)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_a_worker_whose_loop_has_ended_by_a_fault_of_its_own_is_replaced(name: str, tmp_path: Path) -> None:
+    """Its process lives, so no connection breaks by itself: it must not go on as if it were ready."""
+    async with fake_cluster(slow_config(token_s=0.002, step_s=0.02), tmp_path) as fake:
+        reading = asyncio.create_task(fake.stream(LONG, 200))
+        await fake.wait_counts(name, "held")
+        old = fake.cluster.pids[name]
+        await fake.break_engine(name)
+        broken_s = asyncio.get_running_loop().time()
+        outcome = await reading
+        assert asyncio.get_running_loop().time() - broken_s < ERROR_S
+        assert outcome.error is not None
+        assert not outcome.is_done
+        again = await fake.wait_served()
+        assert again.body["choices"][0]["token_ids"] == expected_ids("again", 4)
+        assert fake.cluster.pids[name] != old
 
 
 async def test_clients_leave_in_every_phase(tmp_path: Path) -> None:

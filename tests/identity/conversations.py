@@ -102,10 +102,10 @@ class Client:
         return body
 
 
-def check_against_one_process(turns: list[Turn], folder: ModelFolder, dtype: DType) -> None:
+def check_against_one_process(turns: list[Turn], folder: ModelFolder, dtype: DType, kernels: str) -> None:
     """Every turn's ids are those of the same engine alone, one request at a time; usage and reason fit them."""
     num_blocks = 1 + (max(len(turn.prompt_ids) for turn in turns) + MAX_TOKENS) // 16
-    plan = plan_engine(folder, dtype, default_cache_dir())
+    plan = plan_engine(folder, dtype, default_cache_dir(), kernels)
     memory = PoolMemory(num_blocks, plan.layout.block_bytes)
     engine = load_engine(plan, memory, num_threads=2)
     for turn in turns:

@@ -14,7 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pd_core.engine import SequenceStep
 from pd_engine.engine import TorchEngine
 from pd_engine.kernels import kernels
-from pd_model.folder import ModelFolder
+from pd_engine.loader import load_engine, plan_engine
+from pd_engine.native.engine import NativeEngine
+from pd_engine.scratch import ScratchMemory
+from pd_model.folder import ModelFolder, default_cache_dir
 from pd_model.manifest import ModelManifest
 
 TOLERANCE = 1e-3
@@ -54,13 +57,16 @@ def peer_for(manifest: ModelManifest, weights_path: Path) -> LlamaForCausalLM:
     return peer.eval()
 
 
-def ours(engine: TorchEngine, tokens: list[int], ends: list[int]) -> Tensor:
+HasLogits = TorchEngine | NativeEngine
+
+
+def ours(engine: HasLogits, tokens: list[int], ends: list[int]) -> Tensor:
     """Logits after each of `ends` tokens: one chunk up to each."""
     table = list(range(-(-len(tokens) // 16)))
     starts = [0, *ends[:-1]]
     return torch.cat(
         [
-            engine.logits([SequenceStep(tokens[start:end], start, table, None)])
+            torch.as_tensor(engine.logits([SequenceStep(tokens[start:end], start, table, None)]))
             for start, end in zip(starts, ends, strict=True)
         ]
     )
@@ -77,7 +83,7 @@ def theirs(peer: LlamaForCausalLM, tokens: list[int]) -> Tensor:
     return logits
 
 
-def check(engine: TorchEngine, tokens: list[int], expected: Tensor) -> None:
+def check(engine: HasLogits, tokens: list[int], expected: Tensor) -> None:
     assert expected.abs().max() > 1, "logits of no size would agree whatever we do"
     assert (ours(engine, tokens, ends_of(tokens)) - expected).abs().max().item() < TOLERANCE
 
@@ -88,10 +94,13 @@ def expected(model_folder: ModelFolder) -> dict[str, Tensor]:
     return {name: theirs(peer, tokens) for name, tokens in PROMPTS.items()}
 
 
-@pytest.fixture(scope="module", params=list(kernels()))
-def engine(request: pytest.FixtureRequest, model_folder: ModelFolder) -> TorchEngine:
-    decoder = tiny_decoder(model_folder.weights_path, model_folder.manifest, "float32", request.param)
-    return engine_over(decoder, "float32", num_blocks=34, num_threads=2)
+@pytest.fixture(scope="module", params=["native", *kernels()])
+def engine(request: pytest.FixtureRequest, model_folder: ModelFolder) -> HasLogits:
+    """As it is served, with every kernel there is. Without a C++ compiler `native` cannot be had, and that fails."""
+    plan = plan_engine(model_folder, "float32", default_cache_dir(), request.param)
+    loaded = load_engine(plan, ScratchMemory(34, plan.layout.block_bytes), num_threads=2)
+    assert isinstance(loaded, TorchEngine | NativeEngine)
+    return loaded
 
 
 @pytest.mark.parametrize("prompt", list(PROMPTS))

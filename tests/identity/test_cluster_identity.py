@@ -21,11 +21,13 @@ CHUNK_TOKENS = 64
 """Several chunks a prompt, so that pushes and computing overlap."""
 
 
-async def run_identity(questions_limit: int | None, dtype: DType, folder: ModelFolder, traces: Path | None) -> None:
+async def run_identity(
+    questions_limit: int | None, dtype: DType, folder: ModelFolder, traces: Path | None, kernels: str = "auto"
+) -> None:
     """Conversations through a cluster of real processes, then each of their requests alone in this one."""
     config = parse_config(
         {
-            "model": {"dtype": dtype},
+            "model": {"dtype": dtype, "kernels": kernels},
             "router": {"port": 0, "max_queue": 1000, "queue_timeout_s": 3600.0, "request_timeout_s": 3600.0},
             "prefill": {"chunk_tokens": CHUNK_TOKENS},
         }
@@ -44,7 +46,7 @@ async def run_identity(questions_limit: int | None, dtype: DType, folder: ModelF
         await cluster.stop(grace_s=2.0)
     for worker in ledgers["workers"].values():
         assert worker["counts"]["free"] == worker["counts"]["total"]
-    check_against_one_process(turns, folder, dtype)
+    check_against_one_process(turns, folder, dtype, kernels)
 
 
 @pytest.mark.timeout(400)
@@ -53,6 +55,13 @@ async def test_eight_conversations_give_the_tokens_of_one_process(
     dtype: DType, model_folder: ModelFolder, traces: Path | None, ray_local: RayRuntime
 ) -> None:
     await run_identity(8, dtype, model_folder, traces)
+
+
+@pytest.mark.timeout(400)
+async def test_torch_kernels_give_the_tokens_of_one_process_too(
+    model_folder: ModelFolder, traces: Path | None, ray_local: RayRuntime
+) -> None:
+    await run_identity(2, "bfloat16", model_folder, traces, kernels="sdpa")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pd_core.engine import SequenceStep
-from pd_core.errors import Cancelled
+from pd_core.errors import Cancelled, EngineError
 from pd_core.layout import Fingerprint
 from pd_engine.fake import FAKE_LAYOUT
 
@@ -19,6 +19,8 @@ class GateEngine:
     """Answers every step with `token` for each sequence, or raises `failure`; waits for `gate` first.
 
     is_inside:       set while a step is under way
+    bad_tables:      block tables whose sequences fail the steps that they are in
+    is_mute:         answers steps with no token at all, which no engine may
     hears_cancelled: whether it leaves a step that is cancelled; one that does not goes on until the gate opens
     """
 
@@ -28,6 +30,8 @@ class GateEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.is_inside = threading.Event()
+        self.bad_tables: list[list[int]] = []
+        self.is_mute = False
         self.hears_cancelled = True
         self.was_cancelled = False
         self.steps: list[list[SequenceStep]] = []
@@ -64,6 +68,10 @@ class GateEngine:
                         raise Cancelled("stopped inside a step")
             if self.failure is not None:
                 raise self.failure
+            if any(list(step.block_ids) in self.bad_tables for step in steps):
+                raise EngineError("a bad row")
+            if self.is_mute:
+                return []
             return [None if step.sample is None else self.token for step in steps]
         finally:
             self.is_inside.clear()

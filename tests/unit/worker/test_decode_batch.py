@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -29,6 +28,7 @@ class Bench:
         self.thread = EngineThread(self.engine, "bench")
         self.left: list[DecodeSequence] = []
         self.left_inside_a_step = False
+        self.running: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._somebody_left = asyncio.Event()
         self.batch = DecodeBatch(self.thread, Counters(), max_batch, self._on_left)
 
@@ -61,12 +61,11 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     bench.thread.start()
-    running = asyncio.ensure_future(bench.batch.run())
+    bench.running = asyncio.ensure_future(bench.batch.run())
     yield bench
     bench.engine.gate.set()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    bench.running.cancel()
+    await asyncio.gather(bench.running, return_exceptions=True)
     await bench.thread.close(2.0)
     assert not bench.left_inside_a_step
     assert len(set(map(id, bench.left))) == len(bench.left), "somebody left twice"
@@ -161,6 +160,47 @@ async def test_a_failed_step_fails_everybody_in_it_and_nobody_after_it(bench: Be
     waiting = bench.join("next", 2)
     await bench.until_left(waiting)
     assert len(await messages(waiting)) == 2
+
+
+async def test_a_sequence_that_fails_alone_too_ends_and_its_neighbours_miss_no_token(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    first, bad, last = bench.join("a", 4), bench.join("bb", 4), bench.join("ccc", 4)
+    await bench.engine.until_inside()
+    bench.engine.bad_tables = [bad.table]
+    bench.engine.gate.set()
+    await bench.until_left(first, bad, last)
+    with pytest.raises(EngineError, match="a bad row"):
+        await messages(bad)
+    tokens = [TokenMade(0, 5), TokenMade(1, 7), TokenMade(2, 7), TokenMade(3, 7, FinishReason.LENGTH)]
+    assert await messages(first) == await messages(last) == tokens
+    assert [len(steps) for steps in bench.engine.steps] == [3, 1, 1, 1, 2, 2]
+
+
+async def test_who_is_cancelled_while_a_failed_step_is_taken_apart_is_not_run_again(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    bad, gone, last = bench.join("a", 4), bench.join("bb", 4), bench.join("ccc", 4)
+    await bench.engine.until_inside()
+    bench.end(gone, Cancelled("left"))
+    bench.engine.bad_tables = [bad.table]
+    bench.engine.gate.set()
+    await bench.until_left(bad, gone, last)
+    assert [[list(step.block_ids) for step in steps] for steps in bench.engine.steps[1:3]] == [
+        [bad.table],
+        [last.table],
+    ]
+    assert len(await messages(last)) == 4
+
+
+async def test_a_result_that_is_none_ends_the_loop_for_its_owner_to_see(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    sequence = bench.join("a", 4)
+    await bench.engine.until_inside()
+    bench.engine.is_mute = True
+    bench.engine.gate.set()
+    with pytest.raises(ValueError, match="zip"):
+        await bench.running
+    bench.end(sequence, Cancelled("the worker ends"))
+    assert bench.left == [sequence], "the step that broke is over: its blocks come back"
 
 
 async def test_a_router_that_does_not_read_loses_its_own_stream_only(bench: Bench) -> None:
