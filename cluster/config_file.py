@@ -36,7 +36,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: a config is at most {MAX_FILE_BYTES >> 20} MiB")
-        tree = yaml.safe_load(file.read_text("utf-8"))
+        tree = _load(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
     except (UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -47,6 +47,32 @@ def _read_tree(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: a config is a mapping of sections, not a {type(tree).__name__}")
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML forbids a key that is there twice; its Python library lets the last one win."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                where = f"line {line}, and before that in line {seen[key.value]}"
+                raise ConfigError(f"{self.name}: {key.value} is there twice: in {where}", param=key.value)
+            seen[key.value] = line
+        return node
+
+
+def _load(file: Path) -> Any:
+    loader = _Loader(file.read_text("utf-8"))
+    loader.name = str(file)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:

@@ -30,6 +30,7 @@ from cluster.policy import (
 )
 from cluster.seat import Seat
 from pd_core.errors import KvrelayError, Unavailable
+from pd_rpc.tasks import BackgroundTasks
 
 TICKS_PER_SUSPECT = 8
 """How often silence is looked at within suspect_s."""
@@ -41,15 +42,23 @@ class Keeper:
     """One seat and its tasks, all on the event loop that `begin` is called on.
 
     on_announce: called when the seat joins or leaves the set of those who can be given work
+    on_failure:  told when the seat is not kept any more, through a fault of ours
     """
 
-    def __init__(self, seat: Seat, limits: SeatLimits, on_announce: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        limits: SeatLimits,
+        on_announce: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
         self.seat = seat
         self._limits = limits
         self._on_announce = on_announce
+        self._on_failure = on_failure
         self._life: SeatLife | None = None
         self._boot_tasks: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(on_failure=self._failed)
         self._loop = asyncio.get_running_loop()
         self.first_boot: asyncio.Future[None] = self._loop.create_future()
         """Done when the first boot can be reached; fails with what it failed with."""
@@ -68,14 +77,11 @@ class Keeper:
         """Launches the first boot."""
         self._life, commands = first_boot(self.seat.name, self._limits, self._loop.time())
         self._carry_out(commands)
-        self._spawn(self._tasks, self._tick())
+        self._tasks.start(self._tick(), f"{self.seat.name}:tick")
 
     async def end(self) -> None:
         """No watching and no restarts any more. The actor is left as it is."""
-        tasks = [*self._boot_tasks, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         self.first_boot.cancel()
 
     def _feed(self, event: SeatEvent) -> None:
@@ -89,14 +95,14 @@ class Keeper:
         for command in commands:
             match command:
                 case Launch():
-                    self._spawn(self._boot_tasks, self._boot())
+                    self._start_boot_task(self._boot(), "boot")
                 case Announce():
                     self._on_announce()
                 case Kill(reason=reason):
                     self._fail_first_boot(Unavailable(f"{self.seat.name}: {reason}"))
                     for task in self._boot_tasks:
                         task.cancel()
-                    self._spawn(self._tasks, self._kill())
+                    self._tasks.start(self._kill(), f"{self.seat.name}:kill")
 
     async def _boot(self) -> None:
         """One boot: from launch until its process has ended or the keeper gives it up."""
@@ -109,7 +115,7 @@ class Keeper:
         self._feed(Started(self._loop.time()))
         if not self.first_boot.done():
             self.first_boot.set_result(None)
-        self._spawn(self._boot_tasks, self.seat.watch(lambda: self._feed(Heard(self._loop.time()))))
+        self._start_boot_task(self.seat.watch(lambda: self._feed(Heard(self._loop.time()))), "watch")
         reason = await self.seat.wait_exit()
         self._feed(Exited(reason, self._loop.time()))
 
@@ -130,17 +136,15 @@ class Keeper:
             await asyncio.sleep(tick_s)
             self._feed(TimePassed(self._loop.time()))
 
-    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        group.add(task)
-        task.add_done_callback(lambda done: self._on_task_done(group, done))
+    def _start_boot_task(self, work: Coroutine[Any, Any, None], doing: str) -> None:
+        """A task that ends with the present boot."""
+        task = self._tasks.start(work, f"{self.seat.name}:{doing}")
+        self._boot_tasks.add(task)
+        task.add_done_callback(self._boot_tasks.discard)
 
-    def _on_task_done(self, group: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        group.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        logger.error("supervision failed", extra={"seat": self.seat.name}, exc_info=error)
+    def _failed(self, error: BaseException) -> None:
         self._fail_first_boot(error)
+        self._on_failure(error)
 
     def _fail_first_boot(self, error: BaseException) -> None:
         if not self.first_boot.done():

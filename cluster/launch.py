@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import ray
@@ -18,6 +19,7 @@ from cluster.asking import sentence_of
 from cluster.log_files import LogFiles
 from cluster.machine import read_machine
 from cluster.model_size import measure_model
+from cluster.native_kernels import prepare_kernels
 from cluster.policy import SeatLimits, SeatState
 from cluster.router_seat import RouterSeat
 from cluster.seat import ActorSeat
@@ -106,6 +108,7 @@ class Cluster:
             raise Unavailable("Ray is not running in this process")
         self._on_progress("looking at the model")
         model = await asyncio.to_thread(measure_model, config, self._cache_dir, self._on_model_progress)
+        await asyncio.to_thread(prepare_kernels, config, self._cache_dir, self._on_progress)
         plans = plan_workers(config, read_machine(), model)
         self._make_seats(config, plans)
         assert self._router is not None  # noqa: S101 - narrows
@@ -123,6 +126,12 @@ class Cluster:
             await self.kill()
             raise
         return self._address(model.name)
+
+    async def run_until_failed(self) -> NoReturn:
+        """Never returns. Raises KvrelayError when the supervision itself has failed: then stop the cluster."""
+        if self._supervisor is None:
+            raise InvalidTransition("the cluster was never started")
+        await self._supervisor.run_until_failed()
 
     async def stop(self, grace_s: float) -> None:
         """Running requests may end within `grace_s`; then every process is ended, and proved to be gone.

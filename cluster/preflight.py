@@ -13,6 +13,7 @@ from pd_core.config import Config
 from pd_core.errors import ConfigError, ModelError
 from pd_model.fake import FAKE_NAME
 from pd_model.folder import embedded_gguf
+from pd_model.hf_source import source_files
 
 FIRST_PARTY = (
     "cluster",
@@ -26,6 +27,7 @@ FIRST_PARTY = (
     "prefill_worker",
     "router",
 )
+GGUF_MAGIC = b"GGUF"
 MIN_PYTHON = (3, 11)
 MIN_FREE_DISK_BYTES = 256 << 20
 
@@ -35,6 +37,7 @@ def check_all(config: Config, state_dir: Path) -> None:
     check_platform(sys.version_info[:2], sys.platform)
     check_packages(FIRST_PARTY, Path(__file__).resolve().parent.parent)
     check_port(config.router.host, config.router.port)
+    check_host(config.transfer.host, "transfer.host")
     check_disk(state_dir)
     check_model(config.model.path)
 
@@ -67,32 +70,62 @@ def check_packages(names: Sequence[str], parent: Path) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError, naming host and port, unless the port can be listened on. Port 0 means any."""
+    check_host(host, "router.host")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        _listen_once(host, port)
     except OSError as error:
+        why = error.strerror or str(error)
         raise ConfigError(
-            f"router.host {host!r} is no address of this machine: {error}", param="router.host"
+            f"router.port: port {port} on {host} cannot be used: {why}. Choose another with --port",
+            param="router.port",
         ) from error
+
+
+def check_host(host: str, param: str) -> None:
+    """Raises ConfigError, naming the setting, unless some port of this address can be listened on."""
+    if not host:
+        raise ConfigError(f"{param} is empty; it must be an address of this machine, like 127.0.0.1", param=param)
+    try:
+        _listen_once(host, 0)
+    except (OSError, ValueError) as error:  # ValueError: what cannot be a name at all
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{param} {host!r} is no address of this machine: {why}", param=param) from error
+
+
+def _listen_once(host: str, port: int) -> None:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, proto, _, address = found[0]
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a closed one may linger
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise ConfigError(
-                f"router.port: port {port} on {host} cannot be used: {why}. Choose another with --port",
-                param="router.port",
-            ) from error
+        probe.bind(address)
+        probe.listen(1)
 
 
 def check_model(path: str | None) -> None:
-    """Raises ModelError, naming the place, when there is nothing where the model should be."""
+    """Raises ModelError, naming the setting and the place, when what is there cannot be a model at all."""
     if path is None:
         embedded_gguf()
-    elif path != FAKE_NAME and not Path(path).expanduser().exists():
-        raise ModelError(f"there is no model at {path}: neither a .gguf file nor a Hugging Face folder")
+        return
+    if path == FAKE_NAME:
+        return
+    try:
+        _check_looks_like_model(path)
+    except (ModelError, OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+        raise ModelError(f"--model / model.path: {error}", param="model.path") from error
+
+
+def _check_looks_like_model(path: str) -> None:
+    if not path:
+        raise ModelError("the path is empty; leave it out for the default model")
+    where = Path(path).expanduser()
+    if where.is_dir():
+        source_files(where)
+        return
+    if where.suffix != ".gguf" or not where.is_file():
+        raise ModelError(f"there is no model at {where}: neither a .gguf file nor a Hugging Face folder")
+    with where.open("rb") as file:
+        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise ModelError(f"{where} is not a GGUF file: it does not begin with {GGUF_MAGIC.decode()}")
 
 
 def check_disk(state_dir: Path) -> None:

@@ -14,14 +14,16 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import ray
 from ray._private import ray_constants
 
+from cluster.orphans import adopt_orphans
 from cluster.processes import kill_remaining, list_descendants
-from pd_core.errors import Unavailable
+from cluster.ray_watch import RayWatch
+from pd_core.errors import ConfigError, Unavailable
 
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux."""
@@ -30,6 +32,9 @@ SOCKET_BELOW = "/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_sto
 TEMP = Path("/tmp")  # noqa: S108 - what we make there is private; TMPDIR may be too long for sockets
 PREFIX = "kvrelay-"
 OWNER = "owner"
+REMOVE_TRIES = 10
+REMOVE_RETRY_S = 0.05
+"""Ray's threads in this process may still put a file into a folder that is just being emptied."""
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of ours goes through the object store; this is a little above the least that Ray accepts."""
 logger = logging.getLogger(__name__)
@@ -47,18 +52,28 @@ class RayRuntime:
         self._owner: int | None = None
         self._environment: dict[str, str] | None = None
         self._is_clustered = True
+        self._watch: RayWatch | None = None
 
-    def start(self, num_actors: int) -> None:
-        """Raises Unavailable when Ray is running in this process already, or will not start."""
+    def start(self, num_actors: int, on_lost: Callable[[str], None] | None = None) -> None:
+        """Raises Unavailable when Ray is running in this process already, or will not start; ConfigError when
+        its folder cannot be made.
+
+        on_lost: told, in another thread, which of Ray's own processes died before `stop`. Ray's library is of no use
+                 then, and cannot even be ended: it would hang, and abort this process later.
+        """
         if ray.is_initialized():
             raise Unavailable("Ray is running in this process already")
         sweep_abandoned([*self._state_dir.glob(f"run/*/{OWNER}"), *TEMP.glob(f"{PREFIX}*/{OWNER}")])
-        self.folder = make_private_folder(self._state_dir)
+        try:
+            self.folder = make_private_folder(self._state_dir)
+        except OSError as error:
+            raise ConfigError(f"no folder for Ray can be made in {self._state_dir}: {error.strerror}") from error
         self._owner = own(self.folder)
         token = self.folder / "token"
         write_private(token, secrets.token_hex(32))
         self._set_switches(token)
         logging.getLogger("ray").setLevel(logging.ERROR)
+        adopt_orphans(wanted=True)
         began_s = time.monotonic()
         try:
             ray.init(
@@ -73,6 +88,8 @@ class RayRuntime:
                 _plasma_directory=str(self.folder),  # /dev/shm is small in containers, and nothing large goes there
                 _system_config={"worker_niceness": 0},  # by default actors run at nice 15
             )
+            if on_lost is not None:
+                self._watch = RayWatch(on_lost)
         except Exception as error:
             self.stop()
             raise Unavailable(f"Ray did not start: {error}") from error
@@ -80,17 +97,21 @@ class RayRuntime:
 
     def stop(self) -> list[int]:
         """Ends Ray and removes its files. Gives the pids of processes that could not be ended: none, unless stuck."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         processes = list_descendants()
         ray.shutdown()
         stuck = [process.pid for process in kill_remaining(processes, grace_s=2.0)]
         self.remove_files()
         self._reset_switches()
+        adopt_orphans(wanted=False)
         return stuck
 
     def remove_files(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            _remove(folder)
         if self._owner is not None:
             os.close(self._owner)
             self._owner = None
@@ -122,6 +143,15 @@ def make_private_folder(state_dir: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMP))  # mkdtemp: 0700 and fresh
     run.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(dir=run))
+
+
+def _remove(folder: Path) -> None:
+    for _ in range(REMOVE_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(REMOVE_RETRY_S)
+    logger.error("a folder cannot be removed", extra={"folder": str(folder)})
 
 
 def own(folder: Path) -> int:

@@ -17,6 +17,7 @@ class StopSignals:
         self.second = asyncio.Event()
         self._on_third = on_third
         self._loop = asyncio.get_running_loop()
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def install(self) -> None:
         """Also to be called again: other libraries take SIGTERM for themselves."""
@@ -26,8 +27,11 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._on_signal)
 
     def uninstall(self) -> None:
-        for number in SIGNALS:
+        """Whoever had the signals before gets them back."""
+        for number, handler in self._before.items():
             self._loop.remove_signal_handler(number)
+            if handler is not None:  # None: it was never Python's
+                signal.signal(number, handler)
 
     def _on_signal(self) -> None:
         if self.second.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from ray.exceptions import RayError
 
@@ -15,6 +15,7 @@ from cluster.policy import SeatLimits, SeatState
 from cluster.seat import Seat
 from pd_core.errors import DeadlineExceeded, KvrelayError
 from pd_core.messages import WorkerEndpoint
+from pd_rpc.tasks import BackgroundTasks
 
 RETELL_S = 0.5
 TELL_DEADLINE_S = 15.0
@@ -40,9 +41,10 @@ class Supervisor:
         self._workers = list(workers)
         self._router = router
         self._changed = asyncio.Event()
-        self._router_keeper = Keeper(router, limits, self._changed.set)
-        self._worker_keepers = [Keeper(worker, limits, self._changed.set) for worker in workers]
-        self._teller: asyncio.Task[None] | None = None
+        self._router_keeper = Keeper(router, limits, self._changed.set, self._failed)
+        self._worker_keepers = [Keeper(worker, limits, self._changed.set, self._failed) for worker in workers]
+        self._tasks = BackgroundTasks(on_failure=self._failed)
+        self._fault: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         self._told: tuple[str, list[WorkerEndpoint]] | None = None
         self._told_changed = asyncio.Event()
 
@@ -73,22 +75,39 @@ class Supervisor:
         for keeper in self._keepers:
             keeper.begin()
             keeper.first_boot.add_done_callback(_report(keeper.seat.name, on_started))
-        self._teller = asyncio.create_task(self._tell())
+        self._tasks.start(self._tell(), "supervisor:tell")
         await asyncio.gather(*(keeper.first_boot for keeper in self._keepers))  # each has its start deadline
         try:
-            await asyncio.wait_for(self._wait_told(), TELL_DEADLINE_S)
+            async with asyncio.timeout(TELL_DEADLINE_S):
+                await self._wait_told()
         except TimeoutError as error:
             raise DeadlineExceeded(f"the router could not be told its workers in {TELL_DEADLINE_S:g} s") from error
 
     async def end(self) -> None:
         """No watching, no restarts, nothing told any more. The actors are left as they are."""
-        if self._teller is not None:
-            self._teller.cancel()
-            await asyncio.gather(self._teller, return_exceptions=True)
+        await self._tasks.close()
         await asyncio.gather(*(keeper.end() for keeper in self._keepers if keeper.has_begun))
 
+    async def run_until_failed(self) -> NoReturn:
+        """Never returns. Raises KvrelayError when a task of the supervisor itself has failed: then a seat is not kept,
+        or the router is not told, any more."""
+        await asyncio.shield(self._fault)
+        raise AssertionError("a fault has no result")
+
+    def _failed(self, error: BaseException) -> None:
+        if self._fault.done():
+            return
+        fault = KvrelayError(f"supervision failed: {type(error).__name__}: {sentence_of(error)}")
+        fault.__cause__ = error
+        self._fault.set_exception(fault)
+        self._fault.exception()  # whoever waits gets it; nobody has to
+        self._told_changed.set()
+
     async def _wait_told(self) -> None:
+        """Raises what the supervision failed with meanwhile."""
         while self._told != (self._router.incarnation, self.endpoints):
+            if self._fault.done():
+                self._fault.result()
             self._told_changed.clear()
             await self._told_changed.wait()
 

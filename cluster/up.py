@@ -15,16 +15,18 @@ from cluster.actors import ActorClasses
 from cluster.launch import Cluster, ClusterAddress
 from cluster.log_files import LogFiles, log_to_file
 from cluster.model_size import measure_model
-from cluster.processes import list_descendants
+from cluster.orphans import kill_all_descendants
 from cluster.progress import Progress
 from cluster.ray_runtime import RayRuntime
 from cluster.stop_signals import StopSignals
 from pd_core.config import Config
-from pd_core.errors import Cancelled, WorkerLost
+from pd_core.errors import Cancelled, KvrelayError, Unavailable, WorkerLost
+from pd_rpc.tasks import BackgroundTasks
 
 SIGNAL_POLL_S = 0.05
 SHUTDOWN_S = 8.0
 FORCED_EXIT = 130
+LOST_EXIT = 1
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
@@ -33,13 +35,22 @@ class Up:
     """One run. grace_s: how long running requests may go on after the first Ctrl-C or SIGTERM."""
 
     def __init__(
-        self, config: Config, *, actors: ActorClasses, state_dir: Path, cache_dir: Path, grace_s: float
+        self,
+        config: Config,
+        *,
+        actors: ActorClasses,
+        state_dir: Path,
+        cache_dir: Path,
+        grace_s: float,
+        on_lost: Callable[[KvrelayError], None],
     ) -> None:
+        """on_lost: told, in any thread, why Ray itself is gone; then this process ends at once, with LOST_EXIT."""
         self._config = config
         self._state_dir = state_dir
         self._cache_dir = cache_dir
         self._grace_s = grace_s
         self._actors = actors
+        self._on_lost = on_lost
         self._runtime = RayRuntime(state_dir)
         self._is_over = False
         self._num_actors = 1 + config.prefill.num_workers + config.decode.num_workers
@@ -52,8 +63,8 @@ class Up:
     async def run(self, progress: Progress, on_ready: Callable[[ClusterAddress], None]) -> None:
         """Returns after Ctrl-C or SIGTERM, when nothing is left.
 
-        Raises what kept the cluster from starting, or WorkerLost naming processes that could not be ended; then too
-        everything that can be ended is.
+        Raises what kept the cluster from starting, or its supervision from going on, or WorkerLost naming processes
+        that could not be ended; then too everything that can be ended is.
         """
         log_files = LogFiles(self._state_dir, os.getpid())
         handler = log_to_file(log_files.path("cluster"))
@@ -85,18 +96,24 @@ class Up:
             limits=None,
             on_progress=progress,
         )
-        ticking = asyncio.create_task(progress.keep_alive())
+        ticking = BackgroundTasks()
+        ticking.start(progress.keep_alive(), "progress")
         try:
             await self._prepare(stops, progress)
             address = await _unless_stopped(cluster.start(self._config), stops.first)
         finally:
-            ticking.cancel()
+            await ticking.close()
             progress.close()
         if address is None:
             return
         logger.info("ready", extra={"url": address.url, "took_s": round(time.monotonic() - began_s, 3)})
         on_ready(address)
-        await stops.first.wait()
+        try:
+            await _unless_stopped(cluster.run_until_failed(), stops.first)
+        finally:
+            await self._stop(cluster, stops)
+
+    async def _stop(self, cluster: Cluster, stops: StopSignals) -> None:
         logger.info("stopping")
         await _unless_stopped(cluster.stop(self._grace_s), stops.second)
         if stops.second.is_set():
@@ -105,11 +122,13 @@ class Up:
     async def _prepare(self, stops: StopSignals, progress: Progress) -> None:
         """Ray takes seconds to start; the model is opened, and converted the first time, meanwhile."""
         progress("starting Ray")
-        started = asyncio.ensure_future(asyncio.to_thread(self._runtime.start, self._num_actors))
+        started = asyncio.ensure_future(asyncio.to_thread(self._runtime.start, self._num_actors, self._leave_lost))
         opened = asyncio.ensure_future(asyncio.to_thread(self._open_model, stops, progress))
         opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # Ray's failure may come first
         while not started.done():
             stops.install()  # Ray takes SIGTERM for itself while it starts, and would abort
+            if stops.second.is_set():
+                self._leave_at_once()  # nothing can stop Ray's start, and nobody is served yet
             await asyncio.wait([started], timeout=SIGNAL_POLL_S)
         stops.install()
         await started
@@ -127,11 +146,21 @@ class Up:
         measure_model(self._config, self._cache_dir, on_progress)
 
     def _leave_at_once(self) -> NoReturn:
-        for process in list_descendants():
-            with contextlib.suppress(OSError):
-                process.kill()
+        kill_all_descendants()
         self._runtime.remove_files()
         os._exit(FORCED_EXIT)
+
+    def _leave_lost(self, name: str) -> NoReturn:
+        """Nothing is unwound: every call into a Ray without its processes may hang, or abort us."""
+        try:
+            stuck = kill_all_descendants()
+            self._runtime.remove_files()
+            rest = f"processes {stuck} go on after SIGKILL" if stuck else "everything was ended; start kvrelay again"
+            error = Unavailable(f"Ray's {name} died, and no cluster goes on without it: {rest}")
+            logger.error(error.message)
+            self._on_lost(error)
+        finally:
+            os._exit(LOST_EXIT)
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, _T], stopped: asyncio.Event) -> _T | None:

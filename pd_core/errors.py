@@ -205,10 +205,8 @@ def _family(root: type[KvrelayError]) -> dict[str, type[KvrelayError]]:
     return found
 
 
-_KINDS = _family(KvrelayError)
-
-
 def from_wire(info: ErrorInfo) -> KvrelayError:
     """The error that `to_wire` described, as its own class again."""
-    kind = _KINDS.get(info.kind, KvrelayError)
+    # Looked up anew each time: a package may add kinds of its own after this module was imported.
+    kind = _family(KvrelayError).get(info.kind, KvrelayError)
     return kind(info.message, param=info.param, retry_after_s=info.retry_after_s)

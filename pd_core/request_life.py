@@ -1,8 +1,9 @@
 """Life of one request in the router, over its two legs: the decode stream and the prefill stream.
 
     QUEUED -> RESERVING -> PREFILLING -> DECODING -> FINISHED
-      ^  refused /  \\           |           |
-      `---------'    `---------- + --------- + ----> FAILED, CANCELLED
+      ^           |            |            |
+      `- refused -+- refused --|            |
+                  `------------+------------+------> FAILED, CANCELLED
 
 QUEUED:     waits for a turn; nothing is reserved, no leg is open
 RESERVING:  the decode leg is open and has been asked for a ticket
@@ -11,7 +12,9 @@ DECODING:   the first token went to the client; more come from decode once the h
 
 Both legs bring tokens, each with its index; every index is delivered once, in order, and two copies must be equal.
 When the stream ends, in whatever way, legs that are still open are closed. Events from a leg that was closed already
-are ignored: they were under way. An event that fits nowhere raises InvalidTransition and changes nothing.
+are ignored: they were under way. A worker of either role that has no room says so before it has done anything: then the
+request gives up its ticket, if it has one, and waits for another turn. An event that fits nowhere raises
+InvalidTransition and changes nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +57,10 @@ class TicketReceived(msgspec.Struct, frozen=True):
     ticket: Ticket
 
 
-class DecodeRefused(msgspec.Struct, frozen=True):
-    """The decode worker has no room now; nothing was computed."""
+class LegRefused(msgspec.Struct, frozen=True):
+    """The worker of this leg has no room now; it has computed nothing."""
+
+    leg: Leg
 
 
 class TokenReceived(msgspec.Struct, frozen=True):
@@ -93,15 +98,7 @@ class TimeRanOut(msgspec.Struct, frozen=True):
 
 
 RequestEvent: TypeAlias = (
-    Placed
-    | TicketReceived
-    | DecodeRefused
-    | TokenReceived
-    | KvCommitted
-    | LegEnded
-    | LegFailed
-    | ClientLeft
-    | TimeRanOut
+    Placed | TicketReceived | LegRefused | TokenReceived | KvCommitted | LegEnded | LegFailed | ClientLeft | TimeRanOut
 )
 
 
@@ -161,6 +158,16 @@ class RequestLife(msgspec.Struct, frozen=True):
         """The prefill leg may end: its token was delivered, or decode has it with the KV."""
         return bool(self.tokens) or self.is_committed
 
+    def may_be_refused_by(self, leg: Leg) -> bool:
+        """The leg was asked to begin, and nothing that has come proves that it did."""
+        match self.state, leg:
+            case RequestState.RESERVING, Leg.DECODE:
+                return True
+            case RequestState.PREFILLING, Leg.PREFILL:
+                return leg in self.open_legs and not self.is_committed
+            case _:
+                return False
+
     def story(self) -> str:
         legs = "+".join(sorted(leg.value for leg in self.open_legs)) or "none"
         return (
@@ -203,9 +210,9 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
         case RequestState.RESERVING, TicketReceived(ticket=ticket) if life.prefill is not None:
             legs = frozenset({Leg.DECODE, Leg.PREFILL})
             return _replace(life, state=RequestState.PREFILLING, open_legs=legs), [OpenPrefill(life.prefill, ticket)]
-        case RequestState.RESERVING, DecodeRefused():
-            again = _replace(life, state=RequestState.QUEUED, prefill=None, decode=None, open_legs=frozenset())
-            return again, [CloseLeg(Leg.DECODE)]
+        case _, LegRefused(leg=leg) if life.may_be_refused_by(leg):
+            again, close = _end(life, RequestState.QUEUED, [])
+            return _replace(again, prefill=None, decode=None), close
         case ((RequestState.PREFILLING | RequestState.DECODING), TokenReceived()):
             return _token(life, event)
         case ((RequestState.PREFILLING | RequestState.DECODING), KvCommitted()) if not life.is_committed:

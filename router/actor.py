@@ -38,5 +38,16 @@ class RouterActor:
         self._stopped.set()
 
     async def run_until_stopped(self) -> None:
-        """Returns at `stop` only; fails when this process dies, which is how the supervisor hears of it."""
-        await self._stopped.wait()
+        """Returns at `stop` only. Fails when this process dies, which is how the supervisor hears of it.
+
+        Raises KvrelayError when a part of the router has failed that it cannot do without: it must be started again.
+        """
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        faulty = asyncio.ensure_future(self._service.faults.wait())
+        try:
+            await asyncio.wait([stopped, faulty], return_when=asyncio.FIRST_COMPLETED)
+            if not stopped.done():
+                raise faulty.result()
+        finally:
+            stopped.cancel()
+            faulty.cancel()

@@ -12,22 +12,23 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from pd_core.config import RouterConfig
 from pd_core.errors import Cancelled, KvrelayError
 from pd_core.request import FinishReason, GenerateRequest
 from pd_model.detokenize import IncrementalDetokenizer
 from pd_model.model_assets import ModelAssets
+from pd_rpc.tasks import BackgroundTasks
 from router.chat_reply import ChunkWriter, TokenIds, error_event, usage_of, whole_reply
 from router.chat_request import ChatCall, parse_chat
 from router.http_errors import Headers
 from router.http_reply import Receive, Scope, Send, header, read_body, send_error, send_json, wait_for_disconnect
+from router.prompt import PromptReader, unless_left
 from router.request_run import RequestRun, TokenEvent
 from router.serving import Serving
 
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("router.access")
 
-LONG_TEXT = 8192
-"""Characters from which on a prompt is tokenised beside the event loop, not on it."""
 MAX_ECHOED_ID = 200
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,13 +44,15 @@ class ChatEndpoint:
         self,
         serving: Serving,
         assets: ModelAssets,
-        max_body_bytes: int,
+        config: RouterConfig,
         clock: Callable[[], float],
         on_reply: Callable[[int], None],
     ) -> None:
         self._serving = serving
         self._assets = assets
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = config.max_body_bytes
+        self._prompts = PromptReader(assets, max_waiting=config.max_queue)
+        self._watchers = BackgroundTasks()
         self._clock = clock
         self._on_reply = on_reply
 
@@ -69,7 +72,17 @@ class ChatEndpoint:
     async def _answer(self, exchange: _Exchange, receive: Receive) -> None:
         body = await read_body(exchange.scope, receive, self._max_body_bytes)
         call = parse_chat(body, self._assets.name, draw_seed=lambda: secrets.randbits(63))
-        tokens = await self._tokenise(call)
+        max_tokens = self._serving.check_open()  # what is refused anyway is not worth tokenising
+        departure = self._watchers.start(wait_for_disconnect(receive), f"{exchange.request_id}:departure")
+        try:
+            tokens = await unless_left(self._prompts.read(call.messages, max_tokens), departure)
+            await self._serve(exchange, call, tokens, departure)
+        finally:
+            departure.cancel()
+
+    async def _serve(
+        self, exchange: _Exchange, call: ChatCall, tokens: list[int], departure: asyncio.Task[None]
+    ) -> None:
         request = GenerateRequest(
             request_id=exchange.request_id,
             tokens=tokens,
@@ -78,7 +91,7 @@ class ChatEndpoint:
             stop_token_ids=[] if call.ignores_eos else self._assets.eos_token_ids,
         )
         run = exchange.run = self._serving.open(request, exchange.arrived_s)
-        watcher = asyncio.get_running_loop().create_task(self._leave_with_client(run, receive))
+        departure.add_done_callback(lambda _: run.leave())
         try:
             if call.is_stream:
                 await self._stream(exchange, run, call)
@@ -86,19 +99,6 @@ class ChatEndpoint:
                 await self._reply_whole(exchange, run, call)
         finally:
             run.leave()
-            watcher.cancel()
-
-    async def _leave_with_client(self, run: RequestRun, receive: Receive) -> None:
-        await wait_for_disconnect(receive)
-        run.leave()
-
-    async def _tokenise(self, call: ChatCall) -> list[int]:
-        def to_tokens() -> list[int]:
-            text = self._assets.chat_template.render([dict(message) for message in call.messages])
-            return self._assets.tokenizer.encode(text)
-
-        num_characters = sum(len(message["content"]) for message in call.messages)
-        return to_tokens() if num_characters < LONG_TEXT else await asyncio.to_thread(to_tokens)
 
     async def _reply_whole(self, exchange: _Exchange, run: RequestRun, call: ChatCall) -> None:
         text = AnswerText(self._assets)

@@ -13,6 +13,7 @@ random one, so that two of them differ.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -62,8 +63,8 @@ class ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -97,9 +98,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -112,7 +113,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Field: values that mean "off", besides null."""
+"""Field: values that mean "off", besides null. A whole number is one; a fraction may be written as either."""
 
 
 class ChatCall(msgspec.Struct, frozen=True):
@@ -146,13 +147,14 @@ def parse_chat(body: bytes, model: str, draw_seed: Callable[[], int]) -> ChatCal
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     if chat.model != model:
-        raise UnknownModel(f"the model {chat.model!r} is not served here; {model!r} is", param="model")
+        raise UnknownModel(f"the model {_said(chat.model)} is not served here; {model!r} is", param="model")
     return _meant(chat, draw_seed)
 
 
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         tree = msgspec.json.decode(body)
+        _check_keys(tree, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
@@ -160,12 +162,36 @@ def _decode(body: bytes) -> dict[str, Any]:
     return tree
 
 
+_ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
+
+
+def _check_keys(tree: Any, body: bytes) -> None:
+    """Refuses a key that an object has twice; the parser keeps the last one.
+
+    Written anew the tree has as many colons as the body, unless a key and its value were lost: those in texts are the
+    same on both sides. Only a body with fewer, or with a colon in disguise, is read a second time to find the key.
+    """
+    if not _ESCAPED_COLON.search(body) and msgspec.json.encode(tree).count(b":") == body.count(b":"):
+        return
+    # Numbers do not matter here, and Python would take long for a huge one.
+    json.loads(body, object_pairs_hook=_unique, parse_int=len, parse_float=len, strict=False)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1 and len(dict(pairs)) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InvalidRequest(f"the key {_said(key)} is given twice", param=_short(key))
+            seen.add(key)
+
+
 def _check_fields(tree: dict[str, Any]) -> None:
     for field, value in tree.items():
         if field in ChatBody.__struct_fields__ or field in HARMLESS:
             continue
         if field not in NOT_SUPPORTED:
-            raise InvalidRequest(f"unknown field {_short(field)!r}", param=_short(field))
+            raise InvalidRequest(f"unknown field {_said(field)}", param=_short(field))
         if value is not None and not any(_same(value, off) for off in NOT_SUPPORTED[field]):
             raise InvalidRequest(f"{field} is not supported yet; leave it out", param=field)
 
@@ -196,6 +222,7 @@ def _meant(chat: ChatBody, draw_seed: Callable[[], int]) -> ChatCall:
 
 
 _AT_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_QUOTED = re.compile(r"([`'\"])(.*)\1", re.DOTALL)
 _NAMED_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
@@ -206,14 +233,21 @@ def _named(sentence: str) -> InvalidRequest:
     if match := _NAMED_FIELD.match(what):
         path = f"{path}.{match[1]}" if path else match[1]
     path = _short(path)
+    what = _QUOTED.sub(lambda match: match[1] + _short(match[2]) + match[1], what)
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
 
 
 def _same(value: Any, off: Any) -> bool:
-    """Equal, and not merely because True == 1."""
-    return bool(value == off) and isinstance(value, bool) == isinstance(off, bool)
+    """Equal, and of the same kind: True is not 1, nor is 1.0; but 1 may stand for 1.0."""
+    return bool(value == off) and (type(value) is type(off) or (type(value), type(off)) == (int, float))
 
 
-def _short(name: str) -> str:
+def _short(said: str, num_chars: int = 100) -> str:
     """A client's own word, short enough to be said back to it."""
-    return name if len(name) <= 100 else name[:99] + "…"
+    return said if len(said) <= num_chars else said[: num_chars - 1] + "…"
+
+
+def _said(name: str) -> str:
+    """The same in quotation marks; what is not printable counts as it is written."""
+    said = repr(name[:101])
+    return said if len(said) <= 102 else _short(said, 101) + said[0]

@@ -14,7 +14,8 @@ from pd_core.errors import KvrelayError, WorkerLost
 from pd_core.ledger import LedgerReport
 from pd_core.messages import LedgerSnapshot, ReadLedger, WorkerEndpoint, WorkerStatus
 from router import view as cluster_view
-from router.policy import Placement
+from router.faults import Faults
+from router.policy import Demand, Placement
 from router.view import ClusterView, OurWork, Rules, WorkerRef
 from router.worker_link import Connect, WorkerLink
 
@@ -34,14 +35,22 @@ class FleetListener(Protocol):
 
 
 class Fleet:
-    """Owns the view: every change of it goes through here."""
+    """Owns the view: every change of it goes through here. faults: told when a link is not kept any more."""
 
-    def __init__(self, connect: Connect, rules: Rules, heartbeat_interval_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        rules: Rules,
+        heartbeat_interval_s: float,
+        clock: Callable[[], float],
+        faults: Faults,
+    ) -> None:
         self.view = ClusterView(rules)
         self.num_stale_statuses = 0
         self._connect = connect
         self._interval_s = heartbeat_interval_s
         self._clock = clock
+        self._faults = faults
         self._links: dict[str, WorkerLink] = {}
         self._listener: FleetListener | None = None
 
@@ -61,7 +70,7 @@ class Fleet:
                 self._listener.on_worker_replaced(link.ref)
         for name, endpoint in wanted.items():
             if name not in self._links:
-                self._links[name] = WorkerLink(endpoint, self._connect, self, self._interval_s)
+                self._links[name] = WorkerLink(endpoint, self._connect, self, self._interval_s, self._faults)
                 self._links[name].start()
         await asyncio.gather(*(link.close() for link in fenced))
 
@@ -99,9 +108,11 @@ class Fleet:
 
     # our own requests
 
-    def placed(self, placement: Placement, work_id: str, num_tokens: int, num_blocks: int) -> None:
-        for name, blocks in ((placement.prefill, 0), (placement.decode, num_blocks)):
-            self.view = cluster_view.placed(self.view, self.ref_of(name), work_id, OurWork(num_tokens, blocks))
+    def placed(self, placement: Placement, work_id: str, demand: Demand) -> None:
+        legs = ((placement.prefill, demand.num_prefill_blocks), (placement.decode, demand.num_decode_blocks))
+        for name, num_blocks in legs:
+            work = OurWork(demand.num_prompt, num_blocks)
+            self.view = cluster_view.placed(self.view, self.ref_of(name), work_id, work)
 
     def started(self, ref: WorkerRef, work_id: str) -> None:
         self.view = cluster_view.started(self.view, ref, work_id)

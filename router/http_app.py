@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pd_core.config import RouterConfig
 from pd_core.errors import InvalidRequest, KvrelayError, NotFound, UnknownModel
 from pd_model.model_assets import ModelAssets
 from router.chat_endpoint import ChatEndpoint
@@ -31,12 +32,12 @@ def build_app(
     assets: ModelAssets,
     metrics: RouterMetrics,
     *,
-    max_body_bytes: int,
+    config: RouterConfig,
     clock: Callable[[], float],
 ) -> Starlette:
     """The ASGI application."""
     pages = _Pages(serving, assets, metrics, clock)
-    chat = ChatEndpoint(serving, assets, max_body_bytes, clock, metrics.replied)
+    chat = ChatEndpoint(serving, assets, config, clock, metrics.replied)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pd_core.errors import ConfigError, KvrelayError
+from pd_rpc.tasks import BackgroundTasks
+from router.faults import Faults
+from router.http_connection import HttpLimits, bounded_connection
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +29,21 @@ SEND_BUFFER_BYTES = 256 * 1024
 class HttpServer:
     """Serves one ASGI application on one address, from `start` until `stop`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        faults: Faults,
+        stall_s: float = STALL_S,
+        limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
+    ) -> None:
         self._host = host
         self._port = port
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=stall_guarded(stall_s),
+                http=bounded_connection(limits, stall_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -44,13 +54,14 @@ class HttpServer:
                 proxy_headers=False,
             )
         )
+        self._tasks = BackgroundTasks(on_failure=faults.report)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int]:
         """Binds and listens; the address as bound. Raises ConfigError naming host and port when they are not free."""
         sock = await _listen(self._host, self._port)
         host, port, *_ = sock.getsockname()
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]), name="router:http")
+        self._task = self._tasks.start(self._server.serve(sockets=[sock]), "router:http")
         while not self._server.started:
             await asyncio.sleep(0)
             if self._task.done():
@@ -67,6 +78,9 @@ class HttpServer:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         await asyncio.wait([self._task], timeout=2.0)
+        if self._server.started:
+            for listener in self._server.servers:  # uvicorn closes them itself, unless it has broken down
+                listener.close()
 
 
 class _Server(uvicorn.Server):
@@ -88,39 +102,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process that we are a part of."""
         yield
-
-
-def stall_guarded(stall_s: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, with an end for clients that do not read.
-
-    Without it a client that stops reading would hold its reply, and whoever writes it, for ever.
-    """
-
-    class StallGuarded(HttpToolsProtocol):
-        _stall_timer: asyncio.TimerHandle | None = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stall_timer = self.loop.call_later(stall_s, self._cut)
-
-        def resume_writing(self) -> None:
-            self._stop_timer()
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
-        def _cut(self) -> None:
-            logger.warning("client %s has read nothing for %g s: cut off", self.client, stall_s)
-            self.transport.abort()
-
-        def _stop_timer(self) -> None:
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
-                self._stall_timer = None
-
-    return StallGuarded
 
 
 async def _listen(host: str, port: int) -> socket.socket:

@@ -1,9 +1,12 @@
 """Where a request goes. Pure: the same view gives the same answer.
 
-    prefill: a worker with nothing of ours before its first token, so that the request starts within one chunk and no
-             reserved block waits behind a queue; among those the one with the least outstanding work
+    prefill: a worker with room for the prompt and nothing of ours before its first token, so that the request starts
+             within one chunk and no reserved block waits behind a queue; among those the one with the least outstanding
+             work
     decode:  a worker with room for all that the request can become; among those the one with the least of our requests
 
+A worker that has refused for want of room is not asked again before its next heartbeat: the view may be wrong about
+blocks that are only just being freed.
 Our own placements count from the moment they are made, not from the next heartbeat: a burst spreads over idle workers
 instead of running after the one that looked emptiest.
 """
@@ -23,7 +26,12 @@ class Demand(msgspec.Struct, frozen=True):
     max_tokens: int
 
     @property
-    def num_blocks(self) -> int:
+    def num_prefill_blocks(self) -> int:
+        """Blocks that prefill holds, from its admission until decode has taken over their content."""
+        return blocks_for(self.num_prompt)
+
+    @property
+    def num_decode_blocks(self) -> int:
         """Blocks that decode reserves: of a request's last token no KV is made."""
         return blocks_for(self.num_prompt + self.max_tokens - 1)
 
@@ -38,7 +46,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 def place(demand: Demand, view: ClusterView, now_s: float) -> Placement | None:
     """The two workers for this request, or None: it must wait. Only READY workers are chosen."""
-    prefills = [w for w in _ready(view, "prefill", now_s) if _can_prefill(w, view)]
+    prefills = [w for w in _ready(view, "prefill", now_s) if _can_prefill(w, view, demand)]
     decodes = [w for w in _ready(view, "decode", now_s) if _can_decode(w, view, demand)]
     if not prefills or not decodes:
         return None
@@ -48,9 +56,12 @@ def place(demand: Demand, view: ClusterView, now_s: float) -> Placement | None:
 
 
 def missing_role(view: ClusterView, now_s: float) -> Role | None:
-    """A role that nobody can fill now or soon: all its workers are dead, starting or draining."""
+    """A role that nobody can fill now: all its workers are silent, dead, starting or draining.
+
+    Who would wait for a silent worker to be called dead would wait longer than a client should.
+    """
     for role in ("prefill", "decode"):
-        if not view.of_role(role, (Health.READY, Health.SUSPECT), now_s):
+        if not view.of_role(role, (Health.READY,), now_s):
             return role
     return None
 
@@ -59,21 +70,27 @@ def _ready(view: ClusterView, role: Role, now_s: float) -> list[WorkerView]:
     return view.of_role(role, (Health.READY,), now_s)
 
 
-def _can_prefill(worker: WorkerView, view: ClusterView) -> bool:
-    return worker.num_starting == 0 and worker.num_ours < view.rules.max_prefill
+def _can_prefill(worker: WorkerView, view: ClusterView, demand: Demand) -> bool:
+    return (
+        not worker.has_refused
+        and worker.num_starting == 0
+        and worker.num_ours < view.rules.max_prefill
+        and worker.num_free_blocks >= demand.num_prefill_blocks
+    )
 
 
 def _can_decode(worker: WorkerView, view: ClusterView, demand: Demand) -> bool:
     return (
         not worker.has_refused
         and worker.num_ours < view.rules.max_decode
-        and worker.num_free_blocks >= demand.num_blocks
+        and worker.num_free_blocks >= demand.num_decode_blocks
     )
 
 
 def _reason(prefill: WorkerView, decode: WorkerView, demand: Demand) -> str:
     return (
-        f"prefill {prefill.endpoint.name}: {prefill.num_ours} of ours with {prefill.num_tokens} tokens; "
+        f"prefill {prefill.endpoint.name}: {prefill.num_ours} of ours with {prefill.num_tokens} tokens, "
+        f"{prefill.num_free_blocks} blocks free, {demand.num_prefill_blocks} needed; "
         f"decode {decode.endpoint.name}: {decode.num_ours} of ours, "
-        f"{decode.num_free_blocks} blocks free, {demand.num_blocks} needed"
+        f"{decode.num_free_blocks} blocks free, {demand.num_decode_blocks} needed"
     )

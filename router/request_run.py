@@ -33,13 +33,13 @@ from pd_core.request import FinishReason, GenerateRequest
 from pd_core.request_life import (
     ClientLeft,
     CloseLeg,
-    DecodeRefused,
     Deliver,
     Fail,
     KvCommitted,
     Leg,
     LegEnded,
     LegFailed,
+    LegRefused,
     OpenDecode,
     OpenPrefill,
     Placed,
@@ -225,8 +225,8 @@ class RequestRun:
             self._carry_out(command, now_s)
         if self._life.is_over and not before.is_over:
             self._end(now_s)
-        elif isinstance(event, DecodeRefused) and self._life is not before:
-            self._give_turn_back()
+        elif isinstance(event, LegRefused) and self._life is not before:
+            self._give_turn_back(event.leg)
 
     # inside
 
@@ -248,7 +248,7 @@ class RequestRun:
                 self._step_ends_s = now_s + steps.first_token_s + prompt_s
             case KvCommitted():
                 timeline.committed_s = now_s
-            case DecodeRefused():
+            case LegRefused():
                 self._step_ends_s = None
 
     def _carry_out(self, command: RequestCommand, now_s: float) -> None:
@@ -288,9 +288,9 @@ class RequestRun:
         self._host.run_over(self)
         self._release_unopened(legs, self.work_id)
 
-    def _give_turn_back(self) -> None:
+    def _give_turn_back(self, refused_by: Leg) -> None:
         legs, self._legs, work_id = self._legs, {}, self.work_id
-        self._host.turn_given_back(self, legs[Leg.DECODE].ref)
+        self._host.turn_given_back(self, legs[refused_by].ref)
         self._release_unopened(legs, work_id)
 
     def _release_unopened(self, legs: dict[Leg, _PlacedLeg], work_id: str) -> None:
@@ -309,7 +309,7 @@ class RequestRun:
     def _open_leg(self, leg: Leg, body: StartDecode | StartPrefill, now_s: float) -> None:
         ref, work_id = self._legs[leg].ref, self.work_id
         remaining_s = max(self._ends_s - now_s, 0.001)
-        running = self._run_leg(leg, ref, body, remaining_s)
+        running = self._run_leg(leg, ref, body, remaining_s, self._life.attempt)
         task = asyncio.get_running_loop().create_task(running, name=f"{work_id}:{leg.value}")
         self._legs[leg].task = task
         self._host.leg_opened(task)
@@ -332,14 +332,19 @@ class RequestRun:
         else:
             task.cancel()
 
-    async def _run_leg(self, leg: Leg, ref: WorkerRef, body: StartDecode | StartPrefill, deadline_s: float) -> None:
+    async def _run_leg(
+        self, leg: Leg, ref: WorkerRef, body: StartDecode | StartPrefill, deadline_s: float, attempt: int
+    ) -> None:
         """Reads one leg to its end and says what became of it."""
         try:
             async with self._host.open_stream(ref, body, deadline_s) as messages:
                 await self._read_leg(leg, messages)
             outcome: RequestEvent = LegEnded(leg)
         except Overloaded as error:
-            outcome = DecodeRefused() if self._life.state is RequestState.RESERVING else LegFailed(leg, error)
+            outcome = LegRefused(leg) if self._life.may_be_refused_by(leg) else LegFailed(leg, error)
+        except Cancelled as error:  # the worker's own doing: when we give a leg up, nobody listens any more
+            why = f"{leg.value} worker {ref.name} gave the request up: {error.message}"
+            outcome = LegFailed(leg, WorkerLost(why))
         except InvalidTransition as error:
             outcome = LegFailed(leg, ProtocolError(f"{leg.value} worker {ref.name} is out of step: {error.message}"))
         except KvrelayError as error:
@@ -347,7 +352,8 @@ class RequestRun:
         except Exception:
             logger.exception("the %s leg failed", leg.value, extra={"request_id": self.request.request_id})
             outcome = LegFailed(leg, KvrelayError(f"internal error in the {leg.value} leg; see the router's log"))
-        self.feed(outcome)
+        if attempt == self._life.attempt and self._life.state is not RequestState.QUEUED:
+            self.feed(outcome)  # else the leg was closed when the turn was given back, and this came too late
 
     async def _read_leg(self, leg: Leg, messages: AsyncIterator[Any]) -> None:
         async for message in messages:

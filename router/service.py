@@ -12,6 +12,7 @@ from pd_core.config import Config
 from pd_core.messages import WorkerEndpoint
 from pd_model.model_assets import ModelAssets
 from pd_rpc.wire import PeerIdentity
+from router.faults import Faults
 from router.fleet import Fleet
 from router.http_app import build_app
 from router.http_server import STALL_S, HttpServer
@@ -50,14 +51,14 @@ class RouterService:
     ) -> None:
         identity = PeerIdentity("router", "router", secrets.token_hex(8))
         self.metrics = RouterMetrics()
-        self.fleet = Fleet(rpc_connect(identity, secret), rules_of(config), config.heartbeat.interval_s, clock)
-        self.serving = Serving(self.fleet, config, self.metrics, clock, steps)
+        self.faults = Faults()
+        connect, interval_s = rpc_connect(identity, secret), config.heartbeat.interval_s
+        self.fleet = Fleet(connect, rules_of(config), interval_s, clock, self.faults)
+        self.serving = Serving(self.fleet, config, self.metrics, clock, self.faults, steps)
         self.metrics.watch(self.serving, clock)
         self._clock = clock
-        self.app = build_app(
-            self.serving, assets, self.metrics, max_body_bytes=config.router.max_body_bytes, clock=clock
-        )
-        self._http = HttpServer(self.app, config.router.host, config.router.port, stall_s)
+        self.app = build_app(self.serving, assets, self.metrics, config=config.router, clock=clock)
+        self._http = HttpServer(self.app, config.router.host, config.router.port, self.faults, stall_s)
 
     async def start(self) -> tuple[str, int]:
         """Begins to serve HTTP; (host, port). Raises ConfigError when the port is not free."""

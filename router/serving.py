@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import msgspec
 
 from pd_core.config import Config
-from pd_core.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from pd_core.errors import ContextLengthExceeded, InvalidRequest, KvrelayError, Unavailable
 from pd_core.request import GenerateRequest
+from pd_rpc.tasks import BackgroundTasks
+from router.faults import Faults
 from router.fleet import Fleet
 from router.policy import missing_role, place
 from router.queue import WaitingLine
@@ -47,9 +49,11 @@ class Serving:
         config: Config,
         observer: Observer,
         clock: Callable[[], float],
+        faults: Faults,
         steps: StepDeadlines = StepDeadlines(),  # noqa: B008 - frozen
     ) -> None:
         self.fleet = fleet
+        self.faults = faults
         self.recent = RecentTimelines()
         self._config = config
         self._observer = observer
@@ -62,7 +66,7 @@ class Serving:
         self._leg_tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._all_over = asyncio.Event()
-        self._ticker: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks(on_failure=faults.report)
         fleet.listen(self)
 
     @property
@@ -75,7 +79,7 @@ class Serving:
         return len(self._runs) - len(self._line)
 
     def start(self) -> None:
-        self._ticker = asyncio.get_running_loop().create_task(self._tick_for_ever(), name="router:ticker")
+        self._tasks.start(self._tick_for_ever(), "router:ticker")
 
     async def stop(self, grace_s: float) -> None:
         """Takes nothing new, lets what runs end within `grace_s`, then fails the rest; no task is left."""
@@ -89,9 +93,7 @@ class Serving:
         legs = set(self._leg_tasks)
         for task in legs:
             task.cancel()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            legs.add(self._ticker)
+        await self._tasks.close()
         if legs:
             await asyncio.wait(legs, timeout=self._steps.linger_s)
 
@@ -99,11 +101,27 @@ class Serving:
         """Why a request would not be served now; None when it would."""
         if self._is_draining:
             return "the router is shutting down"
+        if self.faults.reason is not None:
+            return self.faults.reason
         now_s = self._clock()
         for role in ("prefill", "decode"):
             if not self.fleet.view.of_role(role, (Health.READY,), now_s):
                 return f"no {role} worker is ready"
         return None
+
+    def check_open(self) -> int:
+        """Most tokens that a request may have, prompt and answer together; for before its prompt is looked at.
+
+        Raises Unavailable when nothing new is taken or nobody knows yet what fits, Overloaded when the queue is full.
+        """
+        if self._is_draining:
+            raise self._unavailable("the router is shutting down")
+        if self.num_waiting:  # with nobody there a newcomer may get a turn at once, however small the queue
+            self._line.check_room(self._clock())
+        limits = self.fleet.view.limits
+        if limits is None:
+            raise self._unavailable(self.why_not_ready() or "no worker is ready")
+        return limits.num_tokens
 
     def admit(self, num_prompt: int, max_tokens: int | None) -> int:
         """How many tokens the request may make; None asks for all that are left.
@@ -170,9 +188,11 @@ class Serving:
     def check_times(self, now_s: float) -> None:
         """Ends requests whose deadline has passed."""
         for run in self._line.expired(now_s):
-            run.fail(self._line.timed_out(now_s))
+            with self._failing_alone(run):
+                run.fail(self._line.timed_out(now_s))
         for run in list(self._runs):
-            run.check_time(now_s)
+            with self._failing_alone(run):
+                run.check_time(now_s)
 
     def check_silence(self, now_s: float) -> None:
         """Fails requests whose worker has been silent for too long, and those that nobody can serve any more."""
@@ -229,10 +249,7 @@ class Serving:
         self._observer.token_came(gap_s)
 
     def run_over(self, run: RequestRun) -> None:
-        self._line.leave(run)
-        self._runs.discard(run)
-        if not self._runs:
-            self._all_over.set()
+        self._forget(run)
         self.recent.add(run.timeline)
         self._observer.request_over(run.timeline)
         self._serve_line()
@@ -250,12 +267,29 @@ class Serving:
         if placement is None:
             return False
         run.place(placement)
-        self.fleet.placed(placement, run.work_id, run.demand.num_prompt, run.demand.num_blocks)
+        self.fleet.placed(placement, run.work_id, run.demand)
         return True
 
     def _fail_all_of(self, ref: WorkerRef, why: str) -> None:
         for run in list(self._runs):
-            run.worker_lost(ref, why)
+            with self._failing_alone(run):
+                run.worker_lost(ref, why)
+
+    @contextlib.contextmanager
+    def _failing_alone(self, run: RequestRun) -> Iterator[None]:
+        """A fault of ours in one request ends that request, and not the loop over all of them."""
+        try:
+            yield
+        except Exception:
+            logger.exception("a request broke down", extra={"request_id": run.request.request_id})
+            run.fail(KvrelayError("internal error in the router; see its log"))
+            self._forget(run)
+
+    def _forget(self, run: RequestRun) -> None:
+        self._line.leave(run)
+        self._runs.discard(run)
+        if not self._runs:
+            self._all_over.set()
 
     def _fail_hopeless(self, now_s: float) -> None:
         """Nobody waits for a role that nobody can fill."""

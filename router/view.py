@@ -48,7 +48,7 @@ class OurWork(msgspec.Struct, frozen=True):
     """One leg of a request of ours on a worker.
 
     num_tokens:  of the prompt
-    num_blocks:  that it reserves; 0 on a prefill worker, whose pool is its own affair
+    num_blocks:  that it holds until it is over
     is_starting: the leg has not brought its first result yet: the ticket (decode), the first token (prefill)
     is_counted:  a heartbeat made after the reservation has come, so its free blocks are without these already
     """
@@ -65,7 +65,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     heard_s:     when the last status came; before the first, when the worker was made known
     last_number: of the last status on the present connection; -1 on a new one
     num_returned_blocks: of ours that were released since the last status: most likely free again
-    has_refused: decode said that it has no room, and has not been heard since
+    has_refused: it said that it has no room, and has not been heard since
     turn:        when it last got work, in placements of all workers: the least recent goes first among equals
     """
 
@@ -100,7 +100,9 @@ class WorkerView(msgspec.Struct, frozen=True):
     def num_free_blocks(self) -> int:
         """Free by its last heartbeat and by what we have reserved and released since; from 0 to all.
 
-        Blocks that are released may still be in quarantine: then decode refuses, and its next heartbeat is waited for.
+        Blocks that are released may still be in quarantine, or in a step that ends only now: then the worker refuses,
+        and its next heartbeat is waited for. Those of a leg that is starting may be missing twice: a heartbeat does
+        not say whether it was made before or after them.
         """
         if self.status is None:
             return 0
@@ -225,7 +227,7 @@ def started(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
 
 
 def refused(view: ClusterView, ref: WorkerRef) -> ClusterView:
-    """Decode has no room; it is asked again when its next heartbeat has come."""
+    """It has no room; it is asked again when its next heartbeat has come."""
     worker = _find(view, ref)
     return view if worker is None else _with(view, msgspec.structs.replace(worker, has_refused=True))
 

@@ -13,7 +13,9 @@ from pd_core.errors import DeadlineExceeded, KvrelayError, ProtocolError, StaleT
 from pd_core.messages import WORKER_REPLIES, WatchStatus, WorkerEndpoint, WorkerStatus
 from pd_rpc.client import RpcClient
 from pd_rpc.stream import RpcStream
+from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
+from router.faults import Faults
 from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,18 @@ def rpc_connect(identity: PeerIdentity, secret: bytes) -> Connect:
 
 
 class WorkerLink:
-    """Keeps one connection to the worker, and its status stream on it, from `start` until `close`."""
+    """Keeps one connection to the worker, and its status stream on it, from `start` until `close`.
+
+    faults: told when it cannot go on, through a fault of ours
+    """
 
     def __init__(
-        self, endpoint: WorkerEndpoint, connect: Connect, listener: LinkListener, heartbeat_interval_s: float
+        self,
+        endpoint: WorkerEndpoint,
+        connect: Connect,
+        listener: LinkListener,
+        heartbeat_interval_s: float,
+        faults: Faults,
     ) -> None:
         self.endpoint = endpoint
         self.ref = WorkerRef(endpoint.name, endpoint.incarnation)
@@ -71,16 +81,14 @@ class WorkerLink:
         self._interval_s = heartbeat_interval_s
         self._client: RpcClient | None = None
         self._pause_s = FIRST_PAUSE_S
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks(on_failure=faults.report)
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"link:{self.ref.name}")
+        self._tasks.start(self._keep(), f"link:{self.ref.name}")
 
     async def close(self) -> None:
         """Gives the connection up; whatever runs on it fails with WorkerLost."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._tasks.close()
 
     def stream(self, body: msgspec.Struct, deadline_s: float) -> RpcStream:
         """Raises WorkerLost when there is no connection now."""

@@ -192,6 +192,20 @@ def test_sigterm_during_the_start_leaves_nothing(start):
     run.assert_nothing_left()
 
 
+def test_a_second_ctrl_c_while_ray_starts_ends_at_once_and_leaves_nothing(start):
+    run = start()
+    deadline_s = time.monotonic() + READY_S
+    while not any("gcs_server" in process.name() for process in run.family):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+        run.look()
+    os.kill(run.process.pid, signal.SIGINT)
+    time.sleep(0.2)  # two signals at once would count as one
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait_end(2.0) == 130
+    run.assert_nothing_left()
+
+
 def test_a_port_in_use_is_named_within_seconds(start):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -204,7 +218,7 @@ def test_a_port_in_use_is_named_within_seconds(start):
 
 def test_a_model_that_is_not_there_is_named_within_seconds_and_nothing_is_left(start):
     run = start("--model", "/nowhere/model.gguf")
-    assert run.wait_end(15.0) == 1
+    assert run.wait_end(15.0) == 2
     assert "there is no model at /nowhere/model.gguf" in run.stderr
     assert "Traceback" not in run.stderr
     run.assert_nothing_left()

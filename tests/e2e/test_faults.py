@@ -131,6 +131,9 @@ async def test_the_prefill_worker_falls_silent(tmp_path: Path) -> None:
         outcome = await waiting
         assert outcome.status == 503
         assert asyncio.get_running_loop().time() - stopped_s < ERROR_S
+        late = await fake.ask("while it is silent", 4)
+        assert late.status == 503
+        assert late.took_s < ERROR_S, "nobody waits for the silent one to be called dead"
         await fake.wait_served()
         assert fake.cluster.pids["prefill-0"] != old
 

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 import os
 import shlex
+import shutil
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from cluster.cli import main, make_state_dir, ready_json, ready_text
+from cluster.commands import kvrelay, make_state_dir, ready_json, ready_text
 from cluster.launch import ClusterAddress
 from cluster.log_files import MAX_FILES, LogFiles, LoggedStream, log_to_file
 from cluster.progress import Progress
-from cluster.ray_runtime import MAX_SOCKET_PATH, SOCKET_BELOW, make_private_folder, own, sweep_abandoned, write_private
+from cluster.ray_runtime import (
+    MAX_SOCKET_PATH,
+    SOCKET_BELOW,
+    RayRuntime,
+    make_private_folder,
+    own,
+    sweep_abandoned,
+    write_private,
+)
+from cluster.stop_signals import StopSignals
+from pd_core.errors import ConfigError
 from pd_core.messages import WorkerEndpoint
 
 ADDRESS = ClusterAddress(
@@ -42,7 +57,7 @@ def mode_of(path: Path) -> int:
 
 
 def test_the_version_is_the_package_s():
-    result = CliRunner().invoke(main, ["--version"])
+    result = CliRunner().invoke(kvrelay, ["--version"])
     assert (result.exit_code, result.output) == (0, "kvrelay, version 0.1.0\n")
 
 
@@ -51,7 +66,7 @@ def test_a_port_in_use_ends_with_status_2_and_a_sentence_naming_it():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(main, ["up", "--port", str(port)])
+        result = CliRunner().invoke(kvrelay, ["up", "--port", str(port)])
     assert result.exit_code == 2
     assert result.stdout == ""
     assert f"port {port} on 127.0.0.1 cannot be used" in result.stderr
@@ -60,7 +75,7 @@ def test_a_port_in_use_ends_with_status_2_and_a_sentence_naming_it():
 def test_with_json_an_error_is_one_object_that_names_the_path(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("decode: {max_batch: 0}")
-    result = CliRunner().invoke(main, ["up", "--json", "--config", str(file)])
+    result = CliRunner().invoke(kvrelay, ["up", "--json", "--config", str(file)])
     assert result.exit_code == 2
     assert json.loads(result.stdout) == {
         "event": "error",
@@ -72,7 +87,7 @@ def test_with_json_an_error_is_one_object_that_names_the_path(tmp_path):
 
 @pytest.mark.parametrize("flags", [["--port", "x"], ["--dtype", "int3"], ["--nonsense"]])
 def test_a_wrong_flag_ends_with_status_2(flags):
-    assert CliRunner().invoke(main, ["up", *flags]).exit_code == 2
+    assert CliRunner().invoke(kvrelay, ["up", *flags]).exit_code == 2
 
 
 def test_the_ready_text_is_one_line_and_a_command_to_paste():
@@ -105,9 +120,81 @@ def test_the_state_folder_is_closed_to_others_even_if_it_was_open():
 
 def test_a_state_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "state").write_text("in the way")
-    result = CliRunner().invoke(main, ["up"])
+    result = CliRunner().invoke(kvrelay, ["up"])
     assert result.exit_code == 2
     assert "the state folder" in result.stderr
+
+
+def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"the log folder {tmp_path}/logs cannot be used: File exists"):
+        LogFiles(tmp_path, 1)
+
+
+def test_a_folder_for_ray_that_cannot_be_made_is_named():
+    with tempfile.TemporaryDirectory(prefix="kv") as short:  # else it is made in /tmp
+        (Path(short) / "run").write_text("in the way")
+        with pytest.raises(ConfigError, match=f"no folder for Ray can be made in {short}: File exists"):
+            RayRuntime(Path(short)).start(1)
+
+
+def test_a_log_file_that_cannot_be_made_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"the log file .* cannot be made: Is a directory"):
+        log_to_file(tmp_path)
+
+
+def test_a_path_that_is_no_model_ends_with_status_2_and_its_setting():
+    result = CliRunner().invoke(kvrelay, ["up", "--json", "--port", "0", "--model", ""])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["param"] == "model.path"
+    assert "--model / model.path: the path is empty" in result.stderr
+
+
+START_AND_SAY = """
+import sys
+sys.modules["cluster.commands"] = type(sys)("slow")  # stands in for imports that take long
+def kvrelay():
+    print("begun", flush=True)
+    import time
+    time.sleep(60)
+sys.modules["cluster.commands"].kvrelay = kvrelay
+from cluster.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_before_anything_is_started_ends_without_a_word(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", START_AND_SAY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.wait(5.0) == 130
+        assert process.stderr.read() == ""
+
+
+def test_what_the_process_begins_with_imports_next_to_nothing():
+    code = "import sys; before = set(sys.modules); import cluster.cli; print(*(set(sys.modules) - before))"
+    ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in ours if name.partition(".")[0] in ("click", "yaml", "asyncio", "pd_core", "ray")} == set()
+
+
+async def test_whoever_had_the_signals_before_gets_them_back():
+    def before(_number: int, _frame: object) -> None:
+        raise AssertionError("not called")
+
+    old = signal.signal(signal.SIGTERM, before)
+    try:
+        stops = StopSignals(lambda: None)
+        stops.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stops.first.wait(), 5.0)
+        stops.uninstall()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def test_log_lines_are_json_and_only_the_newest_files_are_kept(tmp_path):
@@ -192,6 +279,22 @@ def test_folders_of_killed_launchers_are_swept_and_those_in_use_are_not(tmp_path
     os.close(alive)
     sweep_abandoned(owners)
     assert [folder.exists() for folder in folders] == [False, False, True]
+
+
+def test_a_folder_that_fills_while_it_is_emptied_is_emptied_again(tmp_path, monkeypatch):
+    runtime = RayRuntime(tmp_path)
+    runtime.folder = tmp_path / "folder"
+    runtime.folder.mkdir()
+    really, calls = shutil.rmtree, []
+
+    def emptied_too_early(folder: Path, **options: bool) -> None:
+        calls.append(folder)
+        if len(calls) > 1:
+            really(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", emptied_too_early)
+    runtime.remove_files()
+    assert not (tmp_path / "folder").exists()
 
 
 def test_a_private_file_is_private_from_the_start_and_never_replaces_another(tmp_path):

@@ -75,6 +75,30 @@ def test_what_is_no_config_is_refused_in_one_sentence(tmp_path, text, sentence):
     assert "\n" not in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("decode: {max_batch: 1}\nrouter: {}\ndecode: {}\n", "decode", (3, 1)),
+        ("decode:\n  max_batch: 1\n  'max_batch': 2\n", "max_batch", (3, 2)),
+        ("decode: {max_batch: 1, max_batch: 1}", "max_batch", (1, 1)),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused_with_its_lines(tmp_path, text, key, lines):
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, {})
+    assert (
+        raised.value.message == f"{file}: {key} is there twice: in line {lines[0]}, and before that in line {lines[1]}"
+    )
+    assert raised.value.param == key
+
+
+def test_a_merged_section_may_be_overridden(tmp_path):
+    file = write(tmp_path, "decode: &both {num_workers: 2, num_threads: 1}\nprefill: {<<: *both, num_workers: 3}\n")
+    config = load_config(file, {})
+    assert (config.decode.num_workers, config.prefill.num_workers, config.prefill.num_threads) == (2, 3, 1)
+
+
 def test_a_file_that_is_not_there_or_too_large_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
         load_config(tmp_path / "missing.yaml", {})

@@ -32,7 +32,8 @@ def test_a_sound_machine_passes(tmp_path):
 
 def test_the_first_party_packages_are_those_of_the_project_file():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert sorted(FIRST_PARTY) == sorted(project["tool"]["setuptools"]["packages"])
+    packages = project["tool"]["setuptools"]["packages"]
+    assert sorted(FIRST_PARTY) == sorted(name for name in packages if "." not in name)
 
 
 def test_a_namesake_from_elsewhere_is_named_with_its_place(tmp_path, monkeypatch):
@@ -60,8 +61,20 @@ def test_a_port_in_use_is_named_and_a_free_one_passes():
 def test_an_address_that_is_not_ours_is_named():
     with pytest.raises(ConfigError, match=r"router\.host 'no\.such\.host\.invalid'"):
         check_port("no.such.host.invalid", 0)
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.1 cannot be used"):
+    with pytest.raises(
+        ConfigError, match=r"router\.host '203\.0\.113\.1' is no address of this machine: Cannot assign"
+    ):
         check_port("203.0.113.1", 0)
+
+
+@pytest.mark.parametrize("section", ["router", "transfer"])
+@pytest.mark.parametrize("host", ["", "203.0.113.1", "no.such.host.invalid", "a\0b", "x" * 70, "."])
+def test_an_address_that_cannot_be_bound_is_named_by_its_setting(tmp_path, section, host):
+    tree = {"router": {"port": 0}}
+    tree[section] = tree.get(section, {}) | {"host": host}
+    with pytest.raises(ConfigError, match=rf"^{section}\.host") as raised:
+        check_all(parse_config(tree), tmp_path)
+    assert raised.value.param == f"{section}.host"
 
 
 @pytest.mark.parametrize(("version", "platform", "word"), [((3, 10), "linux", "3.10"), ((3, 11), "darwin", "darwin")])
@@ -72,10 +85,32 @@ def test_another_python_or_system_is_refused(version, platform, word):
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
     check_model("fake")
-    check_model(str(tmp_path))
     check_model(None)
-    with pytest.raises(ModelError, match="there is no model at /nowhere/model"):
+    good = tmp_path / "good.gguf"
+    good.write_bytes(b"GGUF and more")
+    check_model(str(good))
+    with pytest.raises(ModelError, match=r"--model / model\.path: there is no model at /nowhere/model"):
         check_model("/nowhere/model")
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("", "the path is empty"),
+        ("~nobody-of-this-name/x.gguf", "home directory"),
+        ("a\0b.gguf", "there is no model"),
+        ("{folder}", "lacks"),
+        ("{folder}/text.gguf", "is not a GGUF file"),
+        ("{folder}/text", "there is no model"),
+    ],
+)
+def test_what_is_no_model_is_named_by_its_setting(tmp_path, path, sentence):
+    for name in ("text", "text.gguf"):
+        (tmp_path / name).write_text("hello")
+    with pytest.raises(ModelError, match=sentence) as raised:
+        check_model(path.format(folder=tmp_path))
+    assert raised.value.message.startswith("--model / model.path: ")
+    assert raised.value.param == "model.path"
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):

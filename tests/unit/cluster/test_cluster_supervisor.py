@@ -10,7 +10,7 @@ import pytest
 
 from cluster.policy import SeatLimits, SeatState
 from cluster.supervisor import Supervisor
-from pd_core.errors import ModelError, Unavailable, WorkerLost
+from pd_core.errors import KvrelayError, ModelError, Unavailable, WorkerLost
 from pd_core.messages import WorkerEndpoint
 
 LIMITS = SeatLimits(suspect_s=0.1, dead_s=0.3, start_deadline_s=0.5, max_gap_s=5.0, first_delay_s=0.01)
@@ -28,6 +28,7 @@ class FakeSeat:
         self.story: list[str] = []
         self.launch_errors: list[Exception] = []
         self.kill_errors: list[Exception] = []
+        self.watch_error: Exception | None = None
         self.is_slow = False
         self.heart_beats = True
         self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -48,6 +49,8 @@ class FakeSeat:
 
     async def watch(self, on_heard: Callable[[], None]) -> None:
         while True:
+            if self.watch_error is not None:
+                raise self.watch_error
             if self.heart_beats:
                 on_heard()
             await asyncio.sleep(0.02)
@@ -166,6 +169,29 @@ async def test_a_first_boot_that_hangs_ends_the_start_at_its_deadline(fleet):
     fleet.decode.is_slow = True
     with pytest.raises(Unavailable, match=r"decode-0: not started within 0\.5 s"):
         await fleet.start()
+
+
+async def test_a_teller_that_breaks_down_during_the_start_ends_it_at_once(fleet):
+    fleet.router.tell_errors = [ZeroDivisionError("a fault")]
+    with pytest.raises(KvrelayError, match="supervision failed: ZeroDivisionError: a fault"):
+        await asyncio.wait_for(fleet.start(), 2)
+
+
+async def test_a_teller_that_breaks_down_later_is_an_error_and_not_silence(fleet):
+    await fleet.start()
+    running = asyncio.create_task(fleet.supervisor.run_until_failed())
+    fleet.router.tell_errors = [ZeroDivisionError("a fault")]
+    fleet.decode.exited.set_result("process 7 died")
+    with pytest.raises(KvrelayError, match="supervision failed: ZeroDivisionError: a fault"):
+        await asyncio.wait_for(running, 2)
+
+
+async def test_a_watch_over_a_seat_that_breaks_down_is_an_error_and_not_silence(fleet):
+    await fleet.start()
+    running = asyncio.create_task(fleet.supervisor.run_until_failed())
+    fleet.prefill.watch_error = ZeroDivisionError("a fault")
+    with pytest.raises(KvrelayError, match="supervision failed: ZeroDivisionError: a fault"):
+        await asyncio.wait_for(running, 2)
 
 
 async def test_after_the_end_nothing_is_started_again(fleet):

@@ -59,6 +59,10 @@ def test_a_field_that_is_not_supported_may_be_off(field: str, off: Any) -> None:
         ("n", 2),
         ("n", 0),
         ("n", True),
+        ("n", 1.0),
+        ("best_of", 1.0),
+        ("min_tokens", 0.0),
+        ("presence_penalty", False),
         ("stop", "x"),
         ("stop", ["x"]),
         ("stop", ""),
@@ -107,6 +111,9 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, val
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"),
@@ -129,6 +136,72 @@ def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_field(fields
 
 def test_a_limit_that_was_passed_is_named() -> None:
     assert "2.0" in refused(temperature=3).message
+
+
+def test_the_limit_of_a_huge_token_number_is_named_and_the_number_is_not_said_back() -> None:
+    assert refused(max_tokens=10**400).message.endswith(str(2**63 - 1))
+
+
+@pytest.mark.parametrize("penalty", [0, 0.0, -0.0])
+def test_a_fraction_that_is_off_may_be_written_as_a_whole_number(penalty: float) -> None:
+    assert parse(presence_penalty=penalty, frequency_penalty=penalty, repetition_penalty=penalty + 1) == parse()
+
+
+@pytest.mark.parametrize("word", ["x" * 600_000, "\0" * 600_000, "'" * 600_000, "`" * 600_000])
+def test_a_clients_long_word_is_said_back_short(word: str) -> None:
+    errors = [
+        refused(model=word),
+        refused(**{word: 1}),
+        refused(messages=[{"role": word, "content": "x"}]),
+        refused(messages=[{**USER, word: 1}]),
+        refused(messages=[{"role": "user", "content": [{"type": word}]}]),
+        refused(stream_options={word: 1}),
+    ]
+    for error in errors:
+        assert len(error.message) < 300
+        assert len(error.param or "") <= 100
+
+
+def refused_text(fields: str) -> InvalidRequest:
+    body = '{"model":"m","messages":[{"role":"user","content":"a: b"}]' + fields + "}"
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_chat(body.encode(), "m", draw_seed=lambda: 0)
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        (',"n":5,"n":1', "n"),
+        (',"max_tokens" : 5 , "max_tokens" : 5', "max_tokens"),
+        (',"seed":1,"s\\u0065ed":2', "seed"),
+        (',"messages":[{"role":"user","role":"system","content":"x"}]', "role"),
+        (',"metadata":{"a":[{"b":1,"b":1}]}', "b"),
+        (',"user":"\\u003a","n":5,"n":1', "n"),
+        (',"user":"\\u003A","metadata":{"a":1e5,"b":%s,"a":2}' % ("9" * 400), "a"),
+        (',"user":"\\u005cu003a","n":5,"n":1', "n"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_by_its_name(fields: str, key: str) -> None:
+    error = refused_text(fields)
+    assert error.param == key
+    assert error.message == f"the key {key!r} is given twice"
+
+
+def test_a_long_key_that_is_given_twice_is_said_back_short() -> None:
+    key = '"%s":1' % ("k" * 100_000)
+    assert len(refused_text(f",{key},{key}").message) < 150
+
+
+@given(st.lists(st.text(alphabet='a:"\\{}u03A\u20ac', max_size=8), max_size=4), st.booleans())
+def test_colons_and_escapes_in_texts_are_not_taken_for_keys(texts: list[str], is_ascii: bool) -> None:
+    messages = [{"role": "user", "content": text} for text in texts] + [USER]
+    body = {"model": "m", "messages": messages, "metadata": {text: {text: text} for text in texts}}
+    plain = json.dumps(body, ensure_ascii=is_ascii)
+    for written in (plain, plain.replace("a", "\\u0061") if "\\" not in plain else plain):
+        assert parse_chat(written.encode(), "m", draw_seed=lambda: 0).messages == messages
+    with pytest.raises(InvalidRequest, match="twice"):
+        parse_chat(plain.replace('"metadata"', '"metadata":"","metadata"').encode(), "m", draw_seed=lambda: 0)
 
 
 def test_another_model_is_not_found() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from cluster_views import cluster, endpoint, status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ SMALL = Demand(num_prompt=10, max_tokens=6)
 
 
 def take(view: ClusterView, placement: Placement, work_id: str, demand: Demand = SMALL) -> ClusterView:
-    for name, blocks in ((placement.prefill, 0), (placement.decode, demand.num_blocks)):
+    for name, blocks in ((placement.prefill, demand.num_prefill_blocks), (placement.decode, demand.num_decode_blocks)):
         view = placed(view, view.workers[name].ref, work_id, OurWork(demand.num_prompt, blocks))
     return view
 
@@ -49,16 +50,33 @@ def test_a_prefill_worker_with_all_its_places_taken_gets_no_more() -> None:
     assert place(SMALL, released(view, WorkerRef("p0", "boot-1"), "r2"), 0.0) is not None
 
 
+def test_a_prefill_worker_needs_room_for_the_prompt_until_the_prefill_leg_is_over() -> None:
+    """A pool of 40 blocks and prompts of 20: two fit, though the heartbeat still says that all is free."""
+    view = heard(cluster("p0", "d0", "d1"), status("p0", 1, free=40, total=40), 0.0)
+    big = Demand(num_prompt=320, max_tokens=1)
+    for work_id in ("a", "b"):
+        placement = place(big, view, 0.0)
+        assert placement is not None
+        view = started(take(view, placement, work_id, big), WorkerRef("p0", "boot-1"), work_id)
+    assert place(SMALL, view, 0.0) is None
+    view = heard(view, status("p0", 2, free=0, total=40), 0.1)
+    assert place(SMALL, view, 0.1) is None
+    placement = place(big, released(view, WorkerRef("p0", "boot-1"), "a"), 0.1)
+    assert placement is not None
+    assert "20 blocks free, 20 needed; decode" in placement.reason
+
+
 def test_a_decode_worker_needs_room_for_all_that_the_request_can_become() -> None:
     view = heard(cluster("p0", "d0"), status("d0", 1, free=3), 0.0)
     assert place(Demand(num_prompt=40, max_tokens=9), view, 0.0) is not None  # KV of the last token is never made
     assert place(Demand(num_prompt=40, max_tokens=10), view, 0.0) is None
 
 
-def test_a_decode_worker_that_has_refused_is_asked_again_after_its_next_heartbeat() -> None:
-    view = refused(cluster("p0", "d0"), WorkerRef("d0", "boot-1"))
+@pytest.mark.parametrize("name", ["d0", "p0"])
+def test_a_worker_that_has_refused_is_asked_again_after_its_next_heartbeat(name: str) -> None:
+    view = refused(cluster("p0", "d0"), WorkerRef(name, "boot-1"))
     assert place(SMALL, view, 0.0) is None
-    assert place(SMALL, heard(view, status("d0", 1), 0.1), 0.1) is not None
+    assert place(SMALL, heard(view, status(name, 1), 0.1), 0.1) is not None
 
 
 def test_sixteen_simultaneous_requests_spread_evenly_over_two_idle_prefill_workers() -> None:
@@ -122,8 +140,9 @@ def test_only_workers_that_are_ready_and_have_room_are_ever_chosen(
     good = {
         name for i, name in enumerate(names) if silent_s[i] < 2 and states[i] is WorkerState.READY and not is_lost[i]
     }
-    prefills = {name for name in good if name.startswith("p")}
-    decodes = {name for name in good if name.startswith("d") and 16 * free[names.index(name)] >= num_prompt}
+    roomy = {name for name in good if 16 * free[names.index(name)] >= num_prompt}
+    prefills = {name for name in roomy if name.startswith("p")}
+    decodes = {name for name in roomy if name.startswith("d")}
     if prefills and decodes:
         assert placement is not None
         assert placement.prefill in prefills
@@ -133,8 +152,9 @@ def test_only_workers_that_are_ready_and_have_room_are_ever_chosen(
     assert place(demand, view, now_s) == placement  # the same view, the same answer
 
 
-def test_a_role_is_missing_when_its_last_worker_is_dead_but_not_while_it_is_merely_suspect() -> None:
+def test_a_role_is_missing_as_soon_as_its_last_worker_is_silent_or_dead() -> None:
     view = cluster("p0", "d0")
-    assert missing_role(view, 5.0) is None
+    assert missing_role(view, 1.9) is None
+    assert missing_role(view, 2.1) == "prefill"
     assert missing_role(lost(view, WorkerRef("d0", "boot-1")), 0.0) == "decode"
     assert missing_role(set_workers(view, [endpoint("d0")], 0.0), 0.0) == "prefill"

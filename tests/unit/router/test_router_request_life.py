@@ -12,13 +12,13 @@ from pd_core.request import FinishReason
 from pd_core.request_life import (
     ClientLeft,
     CloseLeg,
-    DecodeRefused,
     Deliver,
     Fail,
     KvCommitted,
     Leg,
     LegEnded,
     LegFailed,
+    LegRefused,
     OpenDecode,
     OpenPrefill,
     Placed,
@@ -72,10 +72,31 @@ def test_a_first_token_that_ends_the_request_cancels_the_ticket() -> None:
 
 
 def test_a_refusal_puts_the_request_back_and_the_next_placement_is_another_attempt() -> None:
-    life, commands = run(PLACED, DecodeRefused())
+    life, commands = run(PLACED, LegRefused(Leg.DECODE))
     assert (life.state, life.attempt, commands) == (RequestState.QUEUED, 1, [CloseLeg(Leg.DECODE)])
-    life, _ = run(PLACED, DecodeRefused(), Placed(prefill="p1", decode="d1"))
+    life, _ = run(PLACED, LegRefused(Leg.DECODE), Placed(prefill="p1", decode="d1"))
     assert (life.state, life.attempt, life.decode) == (RequestState.RESERVING, 2, "d1")
+
+
+def test_a_refusal_by_prefill_gives_the_ticket_up_and_puts_the_request_back_too() -> None:
+    refused = [PLACED, TicketReceived(TICKET), LegRefused(Leg.PREFILL)]
+    life, commands = run(*refused)
+    assert (life.state, life.attempt) == (RequestState.QUEUED, 1)
+    assert commands == [CloseLeg(Leg.PREFILL), CloseLeg(Leg.DECODE)]
+    life, commands = run(*refused, Placed(prefill="p1", decode="d1"))
+    assert (life.state, life.attempt, commands) == (RequestState.RESERVING, 2, [OpenDecode("d1")])
+
+
+@pytest.mark.parametrize("length", range(5))
+@pytest.mark.parametrize("leg", list(Leg))
+def test_who_may_refuse_can_be_asked_before_and_is_what_the_table_says(leg: Leg, length: int) -> None:
+    told: list[RequestEvent] = [PLACED, TicketReceived(TICKET), KvCommitted(), token(Leg.DECODE, 0)]
+    life, _ = run(*told[:length])
+    if life.may_be_refused_by(leg):
+        assert step(life, LegRefused(leg))[0].state is RequestState.QUEUED
+    else:
+        with pytest.raises(InvalidTransition):
+            step(life, LegRefused(leg))
 
 
 def test_two_copies_of_a_token_that_differ_fail_the_request() -> None:
@@ -124,14 +145,18 @@ def test_the_client_may_leave_in_every_state() -> None:
     [
         [TicketReceived(TICKET)],
         [token(Leg.DECODE, 0)],
-        [DecodeRefused()],
+        [LegRefused(Leg.DECODE)],
+        [LegRefused(Leg.PREFILL)],
         [KvCommitted()],
         [LegEnded(Leg.DECODE)],
         [PLACED, PLACED],
         [PLACED, token(Leg.DECODE, 0)],
         [PLACED, KvCommitted()],
         [PLACED, TicketReceived(TICKET), TicketReceived(TICKET)],
-        [PLACED, TicketReceived(TICKET), DecodeRefused()],
+        [PLACED, LegRefused(Leg.PREFILL)],
+        [PLACED, TicketReceived(TICKET), LegRefused(Leg.DECODE)],
+        [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), LegRefused(Leg.PREFILL)],
+        [PLACED, TicketReceived(TICKET), KvCommitted(), LegRefused(Leg.PREFILL)],
         [PLACED, TicketReceived(TICKET), KvCommitted(), KvCommitted()],
         [ClientLeft(), PLACED],
     ],
@@ -184,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
         if isinstance(event, LegEnded | LegFailed):
             self.open.discard(event.leg) if event.leg not in self.life.open_legs else None
 
-    @rule(event=st.sampled_from([PLACED, TicketReceived(TICKET), DecodeRefused(), KvCommitted()]))
+    @rule(event=st.sampled_from([PLACED, TicketReceived(TICKET), KvCommitted()]))
     def progress(self, event: RequestEvent) -> None:
         self.throw(event)
 
@@ -200,6 +225,15 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(leg=st.sampled_from(Leg), is_failure=st.booleans())
     def a_leg_ends(self, leg: Leg, is_failure: bool) -> None:
         self.throw(LegFailed(leg, LOST) if is_failure else LegEnded(leg))
+
+    @rule(leg=st.sampled_from(Leg))
+    def a_refusal(self, leg: Leg) -> None:
+        is_allowed, attempt = self.life.may_be_refused_by(leg), self.life.attempt
+        was_over = self.life.is_over
+        self.throw(LegRefused(leg))
+        assert (self.life.state is RequestState.QUEUED and not was_over) or not is_allowed
+        assert self.life.attempt == attempt
+        assert not is_allowed or not self.delivered
 
     @precondition(lambda self: len(self.delivered) > 2)
     @rule(event=st.sampled_from([ClientLeft(), TimeRanOut(Unavailable("too late"))]))

@@ -31,6 +31,7 @@ class Stream:
     def __init__(self, body: StartDecode | StartPrefill) -> None:
         self.body = body
         self.is_open = True
+        self.say_when_closed: Exception | None = None
         self._said: asyncio.Queue[Any] = asyncio.Queue()
 
     def say(self, *messages: Any) -> None:
@@ -52,7 +53,7 @@ class Host:
         self.streams: dict[str, Stream] = {}
         self.over: list[tuple[str, bool]] = []
         self.started: list[str] = []
-        self.given_back = 0
+        self.refused_by: list[str] = []
         self.num_ended = 0
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -68,6 +69,10 @@ class Host:
         stream = self.streams[ref.name] = Stream(body)
         try:
             yield aiter(stream)
+        except asyncio.CancelledError:
+            if stream.say_when_closed is not None:
+                raise stream.say_when_closed from None
+            raise
         finally:
             stream.is_open = False
 
@@ -81,8 +86,7 @@ class Host:
         self.over.append((ref.name, task is not None))
 
     def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None:
-        assert refused_by.name == "d0"
-        self.given_back += 1
+        self.refused_by.append(refused_by.name)
 
     def token_came(self, gap_s: float | None) -> None:
         pass
@@ -222,7 +226,7 @@ async def test_a_refusal_gives_the_turn_back_and_the_next_attempt_is_not_disturb
     await settle()
     host.streams["d0"].say(Overloaded("no room"))
     await settle()
-    assert (run.life.state, host.given_back) == (RequestState.QUEUED, 1)
+    assert (run.life.state, host.refused_by) == (RequestState.QUEUED, ["d0"])
     assert sorted(host.over) == [("d0", True), ("p0", False)]
     run.place(PLACEMENT)
     await settle()
@@ -237,14 +241,65 @@ async def test_a_refusal_gives_the_turn_back_and_the_next_attempt_is_not_disturb
     assert host.are_all_closed()
 
 
-async def test_a_refusal_after_the_ticket_is_a_failure() -> None:
+async def test_a_refusal_by_prefill_gives_the_turn_back_with_both_legs_closed() -> None:
     host = Host()
     run = await prefilling(host)
-    host.streams["p0"].say(Overloaded("too late", retry_after_s=2))
+    first_decode = host.streams["d0"]
+    host.streams["p0"].say(Overloaded("no room"))
     await settle()
+    assert (run.life.state, host.refused_by) == (RequestState.QUEUED, ["p0"])
+    assert host.are_all_closed()
+    assert sorted(host.over) == [("d0", True), ("p0", True)]
+    run.check_time(host.clock_s + 599)  # no step is under way: only the whole request's deadline counts
+    assert not run.life.is_over
+    run.place(PLACEMENT)
+    await settle()
+    assert host.streams["d0"] is not first_decode
+    host.streams["d0"].say(ticket(attempt=2))
+    await settle()
+    host.streams["p0"].say(TokenMade(0, 7))
+    await settle()
+    assert [event.token for event in await run.next_events()] == [7]
+    run.leave()
+    await settle()
+    assert host.are_all_closed()
+
+
+async def test_what_a_closed_leg_still_brings_does_not_disturb_the_next_attempt() -> None:
+    """The stream turns our cancellation into an error of its own, after the next attempt has begun."""
+    host = Host()
+    run = await prefilling(host)
+    host.streams["d0"].say_when_closed = WorkerLost("too late")
+    host.streams["p0"].say(Overloaded("no room"))
+    while not host.refused_by:
+        await asyncio.sleep(0)
+    run.place(PLACEMENT)
+    await settle()
+    assert run.life.state is RequestState.RESERVING
+    run.leave()
+    await settle()
+    assert host.are_all_closed()
+
+
+@pytest.mark.parametrize(("leg", "num_tokens"), [("d0", 0), ("d0", 1), ("p0", 1)])
+async def test_a_refusal_when_work_has_begun_is_a_failure(leg: str, num_tokens: int) -> None:
+    host = Host()
+    run = await prefilling(host)
+    host.streams[leg].say(*[TokenMade(0, 7)] * num_tokens, Overloaded("too late", retry_after_s=2))
+    await settle()
+    assert len(await run.next_events()) == 1 if num_tokens else True
     with pytest.raises(Overloaded):
         await run.next_events()
-    assert host.given_back == 0
+    assert host.refused_by == []
+
+
+async def test_a_worker_that_cancels_by_itself_is_lost_to_the_client() -> None:
+    host = Host()
+    run = await prefilling(host)
+    host.streams["p0"].say(Cancelled("the step was cut"))
+    await settle()
+    with pytest.raises(WorkerLost, match="prefill worker p0 gave the request up: the step was cut"):
+        await run.next_events()
 
 
 async def test_a_ticket_of_another_attempt_is_not_used() -> None:
