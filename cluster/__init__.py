@@ -4,12 +4,16 @@ config_file  one YAML file and the flags that override it
 sizes        pure: pool sizes, threads and cores of every worker
 machine      what this machine has: cores, memory
 model_size   what the model needs: bytes of a block, of the weights
+native_kernels  the kernels' library, built before the workers need it
 preflight    start-up checks, in clear sentences
 ray_runtime  a private Ray of our own: started, and gone without a trace
+ray_watch    sees a process of Ray itself die; then the run ends at once
+orphans      whoever Ray leaves behind becomes our child, and can be ended
 seat         one place in the cluster that an actor fills, boot after boot
 policy       pure: life of a seat: when to suspect, kill and start again
 keeper       feeds one seat's life with events and carries out its commands
 supervisor   all keepers; tells the router who is alive
 launch       Cluster: start and stop of the whole
-cli          `kvrelay`
+up           one run of `kvrelay up`, from the first check until nothing is left
+cli          `kvrelay`: signals first (early_signals), then the commands (commands)
 """
