@@ -1,41 +1,52 @@
-"""The real engine: decoder, pool and sampler behind `pd_core.engine.Engine`."""
+"""The real engine, whoever computes: steps checked on the way in, tokens drawn on the way out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import EngineError
 from pd_core.layout import Fingerprint
-from pd_engine.decoder import Decoder
 from pd_engine.invariance import InvarianceProof
-from pd_engine.pool import KvPool
 from pd_engine.sampler import draw
 from pd_engine.steps import check_steps
 
 
-class TorchEngine:
-    """One model over one pool. Synchronous; one caller at a time. See `pd_core.engine.Engine`."""
+class ModelEngine(ABC):
+    """One model over one pool of `num_blocks` blocks. Synchronous; one caller at a time. See `pd_core.engine.Engine`.
+
+    detail: what `/ready` is told beside the proof
+    """
 
     def __init__(
         self,
-        decoder: Decoder,
-        pool: KvPool,
+        *,
+        vocab_size: int,
+        context_tokens: int,
+        num_blocks: int,
         fingerprint: Fingerprint,
         proof: InvarianceProof,
-        num_threads: int,
-        why: str | None = None,
+        detail: dict[str, str],
     ) -> None:
-        """why: it is torch that runs the model, for /ready's detail"""
-        self._decoder = decoder
-        self._pool = pool
+        self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
+        self._num_blocks = num_blocks
         self._fingerprint = fingerprint
         self._proof = proof
-        self._num_threads = num_threads
-        self._why = why
+        self._detail = detail
+
+    @abstractmethod
+    def forward(
+        self, steps: Sequence[SequenceStep], picked: Sequence[int], is_cancelled: Callable[[], bool]
+    ) -> NDArray[np.float32]:
+        """Runs checked steps, writes their KV; logits [len(picked), vocab_size] of the last token of those picked.
+
+        Raises Cancelled between layers, EngineError.
+        """
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -43,19 +54,19 @@ class TorchEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._decoder.manifest.vocab_size
+        return self._vocab_size
 
     @property
     def context_tokens(self) -> int:
-        return self._decoder.manifest.context_tokens
+        return self._context_tokens
 
     def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
         """Runs all sequences in one pass; see `pd_core.engine.Engine.step`.
 
-        Raises EngineError (wrong steps: nothing was written; or torch failed), Cancelled.
+        Raises EngineError (wrong steps: nothing was written; or the kernels failed), Cancelled.
         """
         picked = [index for index, step in enumerate(steps) if step.sample is not None]
-        logits = self._run(steps, picked, is_cancelled).numpy()
+        logits = self._checked(steps, picked, is_cancelled)
         drawn: list[int | None] = [None] * len(steps)
         for row, index in enumerate(picked):
             step = steps[index]
@@ -63,33 +74,22 @@ class TorchEngine:
                 drawn[index] = draw(logits[row], step.sample, step.end)
         return drawn
 
-    def logits(self, steps: Sequence[SequenceStep]) -> Tensor:
-        """Runs the steps as `step` does; float32 logits [len(steps), vocab_size] of each one's last token."""
-        return self._run(steps, range(len(steps)), _never)
+    def logits(self, steps: Sequence[SequenceStep]) -> NDArray[np.float32]:
+        """Runs the steps as `step` does; logits [len(steps), vocab_size] of each one's last token."""
+        return self._checked(steps, range(len(steps)), _never)
 
     def invariance_report(self) -> dict[str, str]:
-        return self._proof.report() | ({} if self._why is None else {"torch_because": self._why})
+        return self._proof.report() | self._detail
 
-    def _run(self, steps: Sequence[SequenceStep], picked: Sequence[int], is_cancelled: Callable[[], bool]) -> Tensor:
+    def _checked(
+        self, steps: Sequence[SequenceStep], picked: Sequence[int], is_cancelled: Callable[[], bool]
+    ) -> NDArray[np.float32]:
         if not steps:
             raise EngineError("a step without sequences")
         check_steps(
-            steps,
-            vocab_size=self.vocab_size,
-            context_tokens=self.context_tokens,
-            num_blocks=self._pool.num_blocks,
+            steps, vocab_size=self._vocab_size, context_tokens=self._context_tokens, num_blocks=self._num_blocks
         )
-        use_threads(self._num_threads)
-        try:
-            return self._decoder.forward(steps, picked, self._pool, is_cancelled)
-        except RuntimeError as error:
-            raise EngineError(f"torch failed inside a step: {error}") from error
-
-
-def use_threads(num_threads: int) -> None:
-    """Sets the number of threads for torch calls from this thread, which every thread has to do for itself."""
-    if torch.get_num_threads() != num_threads:
-        torch.set_num_threads(num_threads)
+        return self.forward(steps, picked, is_cancelled)
 
 
 def _never() -> bool:

@@ -16,7 +16,6 @@ from pd_core.errors import ConfigError
 from pd_core.layout import BlockLayout, DType, Fingerprint
 from pd_core.memory import BlockMemory
 from pd_engine.decoder import Decoder, rotary_tables
-from pd_engine.engine import TorchEngine, use_threads
 from pd_engine.invariance import NUM_LAYERS, proven
 from pd_engine.kernels import DEFAULT_KERNEL, kernel_named, kernels
 from pd_engine.native import numerics as native_numerics
@@ -30,6 +29,7 @@ from pd_engine.numerics import numerics_id
 from pd_engine.pool import LAYOUT_NAME, KvPool, torch_dtype
 from pd_engine.shallow_decoder import ShallowDecoder
 from pd_engine.tensor_file import TensorFile
+from pd_engine.torch_engine import TorchEngine, use_threads
 from pd_engine.weights import read_weights
 from pd_model.folder import ModelFolder
 from pd_model.manifest import ModelManifest

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 from pd_core.layout import DType, Fingerprint
 from pd_engine.decoder import Decoder
-from pd_engine.engine import TorchEngine
 from pd_engine.invariance import InvarianceProof
 from pd_engine.kernels import DEFAULT_KERNEL, kernel_named
 from pd_engine.loader import torch_layout
 from pd_engine.numerics import numerics_id
 from pd_engine.pool import KvPool, torch_dtype
 from pd_engine.scratch import ScratchMemory
+from pd_engine.torch_engine import TorchEngine
 from pd_engine.weights import read_weights
 from pd_model.manifest import ModelManifest, tensor_shapes
 

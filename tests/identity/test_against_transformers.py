@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pd_core.engine import SequenceStep
-from pd_engine.engine import TorchEngine
+from pd_engine.engine import ModelEngine
 from pd_engine.kernels import kernels
 from pd_engine.loader import load_engine, plan_engine
-from pd_engine.native.engine import NativeEngine
 from pd_engine.scratch import ScratchMemory
 from pd_model.folder import ModelFolder, default_cache_dir
 from pd_model.manifest import ModelManifest
@@ -57,10 +56,7 @@ def peer_for(manifest: ModelManifest, weights_path: Path) -> LlamaForCausalLM:
     return peer.eval()
 
 
-HasLogits = TorchEngine | NativeEngine
-
-
-def ours(engine: HasLogits, tokens: list[int], ends: list[int]) -> Tensor:
+def ours(engine: ModelEngine, tokens: list[int], ends: list[int]) -> Tensor:
     """Logits after each of `ends` tokens: one chunk up to each."""
     table = list(range(-(-len(tokens) // 16)))
     starts = [0, *ends[:-1]]
@@ -83,7 +79,7 @@ def theirs(peer: LlamaForCausalLM, tokens: list[int]) -> Tensor:
     return logits
 
 
-def check(engine: HasLogits, tokens: list[int], expected: Tensor) -> None:
+def check(engine: ModelEngine, tokens: list[int], expected: Tensor) -> None:
     assert expected.abs().max() > 1, "logits of no size would agree whatever we do"
     assert (ours(engine, tokens, ends_of(tokens)) - expected).abs().max().item() < TOLERANCE
 
@@ -95,11 +91,11 @@ def expected(model_folder: ModelFolder) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module", params=["native", *kernels()])
-def engine(request: pytest.FixtureRequest, model_folder: ModelFolder) -> HasLogits:
+def engine(request: pytest.FixtureRequest, model_folder: ModelFolder) -> ModelEngine:
     """As it is served, with every kernel there is. Without a C++ compiler `native` cannot be had, and that fails."""
     plan = plan_engine(model_folder, "float32", default_cache_dir(), request.param)
     loaded = load_engine(plan, ScratchMemory(34, plan.layout.block_bytes), num_threads=2)
-    assert isinstance(loaded, TorchEngine | NativeEngine)
+    assert isinstance(loaded, ModelEngine)
     return loaded
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from pd_core.engine import SequenceStep
 from pd_core.layout import DType
 from pd_engine.decoder import Decoder
-from pd_engine.engine import TorchEngine
 from pd_engine.kernels import kernels
+from pd_engine.torch_engine import TorchEngine
 from pd_model.folder import ModelFolder
 
 KERNELS = list(kernels())
@@ -57,6 +57,10 @@ def table(number: int) -> list[int]:
     blocks = list(range(number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS))
     random.Random(number).shuffle(blocks)
     return blocks
+
+
+def logits_of(engine: TorchEngine, steps: list[SequenceStep]) -> Tensor:
+    return torch.as_tensor(engine.logits(steps))
 
 
 def kv_of(engine: TorchEngine, block_ids: list[int], num_tokens: int) -> Tensor:
@@ -101,7 +105,7 @@ def run_together(engine: TorchEngine, sequences: list[Sequence], chunks: random.
     while unfinished := [sequence for sequence in sequences if not sequence.finished]:
         chosen = chunks.sample(unfinished, chunks.randint(1, len(unfinished)))
         steps = [sequence.next_step(chunks.randint(1, largest)) for sequence in chosen]
-        for sequence, step, row in zip(chosen, steps, engine.logits(steps), strict=True):
+        for sequence, step, row in zip(chosen, steps, logits_of(engine, steps), strict=True):
             sequence.take(step, row)
     return [sequence.made(engine) for sequence in sequences]
 
@@ -113,7 +117,7 @@ def run_alone(
     sequence = Sequence(number, tokens, num_new)
     while not sequence.finished:
         step = sequence.next_step(chunk if sequence.num_run or not first else first)
-        sequence.take(step, engine.logits([step])[0])
+        sequence.take(step, logits_of(engine, [step])[0])
     return sequence.made(engine)
 
 
@@ -186,10 +190,10 @@ def test_a_token_is_the_same_in_batches_of_1_to_16(tiny, threads):
         tokens = prompt(number, 3 + 37 * number, vocab(engine))
         run_alone(engine, number, tokens[:-1], 0)
         steps.append(SequenceStep(tokens[-1:], len(tokens) - 1, table(number), None))
-        alone.append(engine.logits(steps[-1:])[0])
+        alone.append(logits_of(engine, steps[-1:])[0])
     for size in range(1, MAX_BATCH + 1):
-        assert torch.equal(engine.logits(steps[:size]), torch.stack(alone[:size])), f"batch of {size}"
-        assert torch.equal(engine.logits(steps[:size][::-1]), torch.stack(alone[:size][::-1])), f"batch of {size}"
+        assert torch.equal(logits_of(engine, steps[:size]), torch.stack(alone[:size])), f"batch of {size}"
+        assert torch.equal(logits_of(engine, steps[:size][::-1]), torch.stack(alone[:size][::-1])), f"batch of {size}"
 
 
 @some_runs
