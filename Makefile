@@ -41,12 +41,12 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 
 unit: .venv/.installed
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not slow" --traces $(TRACES)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not slow" --traces=$(TRACES) tests
 
 test: lint unit
 
 identity: .venv/.installed
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --traces $(TRACES) --timeout 3600 tests/identity
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --traces=$(TRACES) --timeout 3600 tests/identity
 
 newcomer:
 	bash tests/newcomer.sh
