@@ -43,7 +43,12 @@ format: .venv/.installed
 unit: .venv/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not slow" --traces=$(TRACES) tests
 
-test: lint unit
+# Linters run beside the tests, on a core that tests leave idle; what they say is shown when they fail.
+test: .venv/.installed
+	@$(MAKE) --no-print-directory lint >.venv/lint.log 2>&1 & lint=$$!; \
+	$(MAKE) --no-print-directory unit; tested=$$?; \
+	wait $$lint || { cat .venv/lint.log; exit 1; }; \
+	exit $$tested
 
 identity: .venv/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --traces=$(TRACES) --timeout 3600 tests/identity
