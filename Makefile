@@ -45,7 +45,7 @@ unit: .venv/.installed
 
 # Linters run beside the tests, on a core that tests leave idle; what they say is shown when they fail.
 test: .venv/.installed
-	@$(MAKE) --no-print-directory lint >.venv/lint.log 2>&1 & lint=$$!; \
+	@nice -n 19 $(MAKE) --no-print-directory lint >.venv/lint.log 2>&1 & lint=$$!; \
 	$(MAKE) --no-print-directory unit; tested=$$?; \
 	wait $$lint || { cat .venv/lint.log; exit 1; }; \
 	exit $$tested
