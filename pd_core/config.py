@@ -12,6 +12,9 @@ import msgspec
 
 from pd_core.errors import ConfigError
 
+LOCAL_CHUNK_TOKENS = 64
+"""Prompt tokens in a decode step beside prefill workers: running streams hardly notice so few."""
+
 
 class FakeEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Artificial times of the fake engine (`model.path: fake`), so that tests can meet a request in any phase.
@@ -28,11 +31,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """path: a Hugging Face folder, a GGUF file, "fake", or None for the embedded SmolLM2-135M-Instruct.
 
     kernels: "native" (C++), "sdpa" or "tiled" (torch); "auto" is native where machine and model allow it
+    device:  where weights and KV lie and steps run; on "cuda" the kernels are torch's
+    weights: "dtype" multiplies with weights of `dtype`; "int8" keeps them in 8 bits and a scale a row (native kernels)
     """
 
     path: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     kernels: Literal["auto", "native", "sdpa", "tiled"] = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+    weights: Literal["dtype", "int8"] = "dtype"
     fake: FakeEngineConfig = FakeEngineConfig()
 
 
@@ -52,29 +59,46 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """chunk_tokens: of one engine step, a multiple of 16 up to 512; max_running: prompts in the worker at once."""
+    """num_workers: 0 has the decode workers compute prompts too, chunks of them mixed into decode steps.
+
+    chunk_tokens: most prompt tokens of one engine step, a multiple of 16 up to 512; short prompts share a step
+    max_running:  prompts in the worker at once
+    ageing_tokens_per_s: a prompt that waits counts as so many tokens shorter for every second of it: shorter ones go
+                  first, and none waits for ever
+    """
 
     num_workers: int = 1
     num_blocks: int | None = None
     chunk_tokens: int = 256
-    max_running: int = 4
+    max_running: int = 8
+    ageing_tokens_per_s: float = 200.0
     num_threads: int | None = None
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """max_batch: sequences in one decode step; max_reserved: tickets that may be open at once."""
+    """max_batch: sequences in one decode step; max_reserved: tickets that may be open at once.
+
+    prompt_chunk_tokens: most prompt tokens that are mixed into one decode step (a prompt computed here, a preempted
+                         sequence that goes on), a multiple of 16 up to 512; None is 64 beside prefill workers, and
+                         prefill.chunk_tokens where there are none
+    """
 
     num_workers: int = 1
     num_blocks: int | None = None
     max_batch: int = 16
     max_reserved: int = 16
+    prompt_chunk_tokens: int | None = None
     num_threads: int | None = None
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """host: the address that workers bind to and advertise; lease_s: how long a writer may be silent."""
+    """host: the address that workers bind to and advertise; lease_s: how long a writer may be silent.
+
+    path: "auto" is the fastest that the two workers have: shared memory on one host, else TCP; a name allows it alone
+    """
 
     host: str = "127.0.0.1"
+    path: Literal["auto", "shm", "tcp"] = "auto"
     lease_s: float = 3.0
     push_timeout_s: float = 10.0
 
@@ -118,9 +142,10 @@ def check_config(config: Config) -> None:
         ("router.queue_timeout_s", config.router.queue_timeout_s, 0.01, 86_400.0),
         ("router.request_timeout_s", config.router.request_timeout_s, 0.01, 86_400.0),
         ("router.max_body_bytes", config.router.max_body_bytes, 1 << 10, 1 << 30),
-        ("prefill.num_workers", config.prefill.num_workers, 1, 1024),
+        ("prefill.num_workers", config.prefill.num_workers, 0, 1024),
         ("prefill.chunk_tokens", config.prefill.chunk_tokens, 16, 512),
         ("prefill.max_running", config.prefill.max_running, 1, 1024),
+        ("prefill.ageing_tokens_per_s", config.prefill.ageing_tokens_per_s, 0.0, 1e9),
         ("decode.num_workers", config.decode.num_workers, 1, 1024),
         ("decode.max_batch", config.decode.max_batch, 1, 1024),
         ("decode.max_reserved", config.decode.max_reserved, 1, 1024),
@@ -134,12 +159,27 @@ def check_config(config: Config) -> None:
         ("prefill.num_blocks", config.prefill.num_blocks, 1 << 24),
         ("prefill.num_threads", config.prefill.num_threads, 1024),
         ("decode.num_blocks", config.decode.num_blocks, 1 << 24),
+        ("decode.prompt_chunk_tokens", config.decode.prompt_chunk_tokens, 512),
         ("decode.num_threads", config.decode.num_threads, 1024),
     ]
     limits += [(path, value, 1, high) for path, value, high in optional if value is not None]
     for path, number, low, high in limits:
         if not low <= number <= high:
             raise ConfigError(f"{path} is {number:g}; it must be between {low:g} and {high:g}", param=path)
-    if config.prefill.chunk_tokens % 16:
-        chunk = config.prefill.chunk_tokens
-        raise ConfigError(f"prefill.chunk_tokens is {chunk}; it must be a multiple of 16", param="prefill.chunk_tokens")
+    for path, chunk in (
+        ("prefill.chunk_tokens", config.prefill.chunk_tokens),
+        ("decode.prompt_chunk_tokens", config.decode.prompt_chunk_tokens or 16),
+    ):
+        if chunk % 16:
+            raise ConfigError(f"{path} is {chunk}; it must be a multiple of 16", param=path)
+    if config.model.weights == "int8" and (config.model.device != "cpu" or config.model.kernels in ("sdpa", "tiled")):
+        raise ConfigError("model.weights int8 is of the native kernels alone", param="model.weights")
+    if config.model.device == "cuda" and config.model.kernels == "native":
+        raise ConfigError("model.kernels native runs on the cpu alone", param="model.kernels")
+
+
+def prompt_chunk_tokens(config: Config) -> int:
+    """Most prompt tokens that a decode worker mixes into one of its steps."""
+    if config.decode.prompt_chunk_tokens is not None:
+        return config.decode.prompt_chunk_tokens
+    return LOCAL_CHUNK_TOKENS if config.prefill.num_workers else config.prefill.chunk_tokens

@@ -59,6 +59,15 @@ class Engine(Protocol):
         """
         ...
 
+    def publish(self, block_ids: Sequence[int]) -> None:
+        """Makes the pool's bytes show the KV of these blocks. Nothing to do where steps run in the pool itself; an
+        engine whose KV lies on a device copies it out."""
+        ...
+
+    def adopt(self, block_ids: Sequence[int]) -> None:
+        """Takes the KV of these blocks from the pool's bytes, where others have written it. See `publish`."""
+        ...
+
     def invariance_report(self) -> dict[str, str]:
         """What the engine proved about itself at start, for `/ready`'s detail (numerics id, "bit-exact" or why not)."""
         ...

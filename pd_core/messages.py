@@ -1,6 +1,7 @@
 """What router, workers and supervisor say to each other over pd_rpc. The class's tag picks the handler.
 
-    router  -> decode    StartDecode   : TicketGranted, HandoffCommitted, TokenMade ...
+    router  -> decode    StartDecode   : TicketGranted, HandoffCommitted, TokenMade, Preempted ...
+                         StartBoth     : PromptAdmitted, TokenMade, Preempted ...
     router  -> prefill   StartPrefill  : TokenMade, PrefillDone
     prefill -> decode    RenewLease    : LeaseHeld
                          FinishPrefill : HandoffVerdict
@@ -26,6 +27,16 @@ from pd_core.ticket import FirstToken, Ticket, TicketRef
 
 class StartDecode(msgspec.Struct, frozen=True, tag="start_decode"):
     """Reserve room for the request, take its KV when it comes, then decode it.
+
+    Raises Overloaded when there is no room now, ContextLengthExceeded when there never is.
+    """
+
+    request: GenerateRequest
+    attempt: int
+
+
+class StartBoth(msgspec.Struct, frozen=True, tag="start_both"):
+    """Compute the request's KV here, draw its first token, and decode it: no ticket, no transfer.
 
     Raises Overloaded when there is no room now, ContextLengthExceeded when there never is.
     """
@@ -81,6 +92,22 @@ class TicketGranted(msgspec.Struct, frozen=True, tag="ticket_granted"):
     ticket: Ticket
 
 
+class PromptAdmitted(msgspec.Struct, frozen=True, tag="prompt_admitted"):
+    """The prompt has its blocks, and its chunks are computed in turn."""
+
+
+class ChunkDone(msgspec.Struct, frozen=True):
+    """One prompt's share of one engine step: `num_tokens` from position `start` on.
+
+    began_s: when the step began, in seconds after the worker admitted the prompt; took_s: how long it was
+    """
+
+    start: int
+    num_tokens: int
+    began_s: float
+    took_s: float
+
+
 class HandoffCommitted(msgspec.Struct, frozen=True, tag="handoff_committed"):
     """All blocks are there and verified; the request is in the decode batch.
 
@@ -101,13 +128,23 @@ class TokenMade(msgspec.Struct, frozen=True, tag="token_made"):
     finish: FinishReason | None = None
 
 
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """The sequence gave its blocks to older ones. Nothing is lost: it is computed again and goes on by itself.
+
+    num_made: tokens of this attempt so far
+    """
+
+    num_made: int
+
+
 class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     """The prefill worker holds nothing of the request any more.
 
-    compute_s: time in the engine; push_s: time from the first token to the commit; num_bytes: KV bytes sent
+    chunks: how the prompt was computed; compute_s: time in the engine
+    push_s: time from the first token to the commit; num_bytes: KV bytes sent
     """
 
-    num_chunks: int
+    chunks: list[ChunkDone]
     compute_s: float
     push_s: float
     num_bytes: int
@@ -161,8 +198,10 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 WORKER_REPLIES = (
     TicketGranted
+    | PromptAdmitted
     | HandoffCommitted
     | TokenMade
+    | Preempted
     | PrefillDone
     | LeaseHeld
     | HandoffVerdict

@@ -6,7 +6,7 @@ import threading
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import KvrelayError
-from pd_core.messages import PrefillDone, StartPrefill
+from pd_core.messages import ChunkDone, PrefillDone, StartPrefill
 from pd_core.request import GenerateRequest
 from pd_core.ticket import Ticket
 from pd_worker.outbox import Outbox
@@ -25,7 +25,7 @@ class PrefillJob:
     is_released: the handoff needs the blocks no more; they are free when the engine has left too
     """
 
-    def __init__(self, body: StartPrefill, block_ids: list[int], outbox: Outbox) -> None:
+    def __init__(self, body: StartPrefill, block_ids: list[int], outbox: Outbox, now_s: float) -> None:
         self.request: GenerateRequest = body.request
         self.ticket: Ticket = body.ticket
         self.holder = f"{body.request.request_id}/{body.ticket.ref.attempt}"
@@ -36,8 +36,8 @@ class PrefillJob:
         self.is_finished = False
         self.is_released = False
         self.num_computed = 0
-        self.num_chunks = 0
-        self.compute_s = 0.0
+        self.admitted_s = now_s
+        self.chunks: list[ChunkDone] = []
         self.first_token_s = 0.0
 
     @property
@@ -62,11 +62,10 @@ class PrefillJob:
             sample=self.request.sampling if end == self.num_prompt else None,
         )
 
-    def take(self, step: SequenceStep, compute_s: float) -> None:
+    def take(self, step: SequenceStep, began_s: float, now_s: float) -> None:
         """The step's KV is in our blocks."""
         self.num_computed = step.end
-        self.num_chunks += 1
-        self.compute_s += compute_s
+        self.chunks.append(ChunkDone(step.start, len(step.tokens), began_s - self.admitted_s, now_s - began_s))
 
     def end(self, error: KvrelayError | None) -> None:
         """Nothing is sent to the router after this, and the engine may leave. The first end counts."""
@@ -77,4 +76,4 @@ class PrefillJob:
         """What the handoff was, for the router."""
         num_bytes = 0 if self.handoff is None else self.handoff.num_bytes
         push_s = now_s - self.first_token_s if self.first_token_s else 0.0
-        return PrefillDone(self.num_chunks, self.compute_s, push_s, num_bytes)
+        return PrefillDone(self.chunks, sum(chunk.took_s for chunk in self.chunks), push_s, num_bytes)

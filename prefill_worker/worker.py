@@ -128,7 +128,7 @@ class PrefillWorker:
         shell.check_request(request)
         check_fits(len(request.tokens), shell.engine.context_tokens, shell.ledger.num_blocks)
         check_range(ticket, len(request.tokens))
-        job = PrefillJob(body, [], Outbox())
+        job = PrefillJob(body, [], Outbox(), asyncio.get_running_loop().time())
         if job.holder in shell.requests:
             raise InvalidRequest(f"attempt {job.holder} is here already")
         if len(self._jobs) >= self._config.max_running:
@@ -170,7 +170,7 @@ class PrefillWorker:
             self._end(job, error)
             return
         now_s = asyncio.get_running_loop().time()
-        job.take(step, now_s - began_s)
+        job.take(step, began_s, now_s)
         self._shell.counters.add("prefill_tokens_total", len(step.tokens))
         if not job.is_over:
             self._chunk_done(job, token, now_s)
@@ -223,5 +223,5 @@ class PrefillWorker:
         self._shell.ledger.release(job.holder)
         del self._jobs[job.holder]
         self._shell.requests.leave(job.holder)
-        extra = log_extra(job.request, job.ticket.ref.attempt) | {"num_chunks": job.num_chunks}
+        extra = log_extra(job.request, job.ticket.ref.attempt) | {"num_chunks": len(job.chunks)}
         _log.info("prompt over", extra=extra)

@@ -17,6 +17,7 @@ import msgspec
 from pd_core.config import Config, HeartbeatConfig, RouterConfig
 from pd_core.ledger import LedgerCounts, LedgerReport
 from pd_core.messages import (
+    ChunkDone,
     HandoffCommitted,
     LedgerSnapshot,
     PrefillDone,
@@ -61,7 +62,7 @@ def granted(body: StartDecode) -> TicketGranted:
 
 
 COMMITTED = HandoffCommitted(path="tcp", num_blocks=1, num_bytes=4096, wait_s=0.01)
-DONE = PrefillDone(num_chunks=1, compute_s=0.01, push_s=0.01, num_bytes=4096)
+DONE = PrefillDone(chunks=[ChunkDone(0, 3, 0.0, 0.01)], compute_s=0.01, push_s=0.01, num_bytes=4096)
 
 
 class Handoffs:

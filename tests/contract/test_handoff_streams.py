@@ -65,7 +65,7 @@ async def test_the_prefill_leg_ends_with_a_report_when_the_first_token_is_the_la
     await run.tokens()
     assert run.committed is None
     assert run.prefill_done is not None
-    assert run.prefill_done.num_chunks == 3
+    assert len(run.prefill_done.chunks) == 3
     await rig.wait_idle(within_s=1.0)
 
 

@@ -76,5 +76,11 @@ class GateEngine:
         finally:
             self.is_inside.clear()
 
+    def publish(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: steps run in the pool itself."""
+
+    def adopt(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: steps run in the pool itself."""
+
     def invariance_report(self) -> dict[str, str]:
         return {}
