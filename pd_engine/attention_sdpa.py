@@ -91,7 +91,7 @@ class SdpaKernel:
                 by_shape.setdefault((pad_pairs(tile.rows.size), num_keys), []).append(tile)
         batches = [_make_batch(tiles, pairs, keys, groups, pool) for (pairs, keys), tiles in by_shape.items()]
         made = [(tiles, pairs) for (pairs, _), tiles in by_shape.items()]
-        source = torch.from_numpy(where_from(made, num_rows, groups))
+        source = torch.from_numpy(where_from(made, num_rows, groups)).to(pool.device)
         return SdpaPlan(batches, source, groups, pool.layout.head_dim)
 
 
@@ -113,14 +113,14 @@ def _cut_at_tiles(span: RowSpan, groups: HeadGroups) -> list[QueryTile]:
 
 
 def _make_batch(tiles: list[QueryTile], num_pairs: int, num_keys: int, groups: HeadGroups, pool: KvPool) -> _Batch:
-    seen = torch.from_numpy(padded_positions(tiles, num_pairs))[:, None, :, None]
-    hidden = torch.arange(num_keys) > seen
-    mask = torch.zeros(hidden.shape, dtype=pool.blocks.dtype).masked_fill_(hidden, float("-inf"))
+    seen = torch.from_numpy(padded_positions(tiles, num_pairs)).to(pool.device)[:, None, :, None]
+    hidden = torch.arange(num_keys, device=pool.device) > seen
+    mask = seen.new_zeros(hidden.shape, dtype=pool.blocks.dtype).masked_fill_(hidden, float("-inf"))
     rows = padded_rows(tiles, num_pairs, groups)
     keys = key_rows([tile.block_ids for tile in tiles], num_keys, pool).reshape(-1)
     return _Batch(
-        rows=torch.from_numpy(rows.reshape(-1)),
-        keys=torch.from_numpy(keys),
+        rows=torch.from_numpy(rows.reshape(-1)).to(pool.device),
+        keys=torch.from_numpy(keys).to(pool.device),
         mask=mask,
         gathered=pool.blocks.new_empty((keys.size, BLOCK_TOKENS * pool.layout.head_dim)),
     )

@@ -54,7 +54,7 @@ class TiledPlan:
         head_dim, kv_heads = queries.shape[-1], self._num_kv_heads
         q = queries.reshape(-1, head_dim).index_select(0, self._rows).float().mul_(head_dim**-0.5)
         q = q.view(-1, kv_heads, TILE_ROWS, head_dim)
-        highest = torch.full((*q.shape[:3], 1), float("-inf"))
+        highest = q.new_full((*q.shape[:3], 1), float("-inf"))
         total = torch.zeros_like(highest)
         result = torch.zeros_like(q)
         for tile in self._key_tiles:
@@ -83,7 +83,7 @@ class TiledKernel:
         tiles = [tile for span in spans for tile in _row_tiles(span, groups)]
         tiles.sort(key=_reach, reverse=True)
         rows = padded_rows(tiles, TILE_ROWS, groups)
-        positions = torch.from_numpy(padded_positions(tiles, TILE_ROWS))[:, None, :, None]
+        positions = torch.from_numpy(padded_positions(tiles, TILE_ROWS)).to(pool.device)[:, None, :, None]
         reach = np.array([_reach(tile) for tile in tiles])
         keys = key_rows([tile.block_ids for tile in tiles], int(reach[0]) * TILE_KEYS, pool)
         blocks = keys.shape[-1] // int(reach[0])
@@ -91,10 +91,10 @@ class TiledKernel:
         for j in range(int(reach[0])):
             n = int((reach > j).sum())
             picked = np.ascontiguousarray(keys[:n, :, :, j * blocks : (j + 1) * blocks]).reshape(-1)
-            hidden = torch.arange(j * TILE_KEYS, (j + 1) * TILE_KEYS) > positions[:n]
-            key_tiles.append(_KeyTile(n, torch.from_numpy(picked), hidden))
-        source = torch.from_numpy(where_from([(tiles, TILE_ROWS)], num_rows, groups))
-        return TiledPlan(torch.from_numpy(rows.reshape(-1)), key_tiles, source, groups.num_kv_heads)
+            hidden = torch.arange(j * TILE_KEYS, (j + 1) * TILE_KEYS, device=pool.device) > positions[:n]
+            key_tiles.append(_KeyTile(n, torch.from_numpy(picked).to(pool.device), hidden))
+        source = torch.from_numpy(where_from([(tiles, TILE_ROWS)], num_rows, groups)).to(pool.device)
+        return TiledPlan(torch.from_numpy(rows.reshape(-1)).to(pool.device), key_tiles, source, groups.num_kv_heads)
 
 
 def _row_tiles(span: RowSpan, groups: HeadGroups) -> list[QueryTile]:

@@ -7,6 +7,7 @@ row-wise to the last bit, the comment beside it says what is done instead.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,8 +20,9 @@ from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled
 from pd_engine.attention import AttentionKernel
 from pd_engine.pool import KvPool
+from pd_engine.rotary import Floats, rotary_tables
 from pd_engine.step_plan import StepPlan, pad_rows, plan_step
-from pd_engine.weights import LayerWeights, Weights
+from pd_engine.weights import LayerWeights, Linear, Weights
 from pd_model.manifest import ModelManifest
 
 
@@ -32,13 +34,20 @@ class Decoder:
         self.kernel = kernel
         self._weights = weights
         self._dtype = weights.embedding.dtype
-        self._cos, self._sin = rotary_tables(manifest)
+        self._cos, self._sin = _paired(rotary_tables(manifest), weights.embedding.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie; a pool has to lie there too."""
+        return self._weights.embedding.device
 
     def shallow(self, num_layers: int) -> Decoder:
         """The same decoder with its first layers alone."""
-        manifest = msgspec.structs.replace(self.manifest, num_layers=min(num_layers, self.manifest.num_layers))
+        shallow = copy.copy(self)
+        shallow.manifest = msgspec.structs.replace(self.manifest, num_layers=min(num_layers, self.manifest.num_layers))
         w = self._weights
-        return Decoder(manifest, Weights(w.embedding, w.layers[:num_layers], w.norm, w.head), self.kernel)
+        shallow._weights = Weights(w.embedding, w.layers[:num_layers], w.norm, w.head)
+        return shallow
 
     def forward(
         self,
@@ -58,7 +67,7 @@ class Decoder:
             hidden = self._run_layers(plan, pool, is_cancelled)
             if not picked:
                 return hidden.new_empty((0, self.manifest.vocab_size), dtype=torch.float32)
-            rows = pad_rows([plan.last_rows[index] for index in picked], self._dtype)
+            rows = pad_rows([plan.last_rows[index] for index in picked], self._dtype).to(self.device)
             last = self._norm(hidden.index_select(0, rows), self._weights.norm)
             return F.linear(last, self._weights.head)[: len(picked)].float()
 
@@ -85,36 +94,37 @@ class Decoder:
     ) -> Tensor:
         m = self.manifest
         num_rotated = m.num_heads + m.num_kv_heads
-        qkv = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv).view(hidden.shape[0], -1, m.head_dim)
-        rotated = rotate(qkv[:, :num_rotated], cos, sin)
+        qkv = linear(self._norm(hidden, layer.attention_norm), layer.qkv).view(hidden.shape[0], -1, m.head_dim)
+        unrotated = qkv[:, :num_rotated]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = qkv[:, : m.num_heads], qkv[:, m.num_heads : num_rotated]
+            unrotated = torch.cat([self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)], dim=1)
+        rotated = rotate(unrotated, cos, sin)
         keys, values = rotated[: plan.num_rows, m.num_heads :], qkv[: plan.num_rows, num_rotated:]
         written = torch.stack([keys, values], dim=2).view(-1, m.head_dim)
         pool.token_rows(number).index_copy_(0, plan.kv_rows, written)
         seen = plan.attention.attend(rotated[:, : m.num_heads], pool.block_rows(number))
-        return F.linear(seen, layer.output)
+        return linear(seen, layer.output)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
-        gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return F.linear(silu(gate).mul_(up), layer.down)
+        gate, up = linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return linear(silu(gate).mul_(up), layer.down)
 
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, self.manifest.rms_norm_eps)
+    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(rows, (rows.shape[-1],), weight, self.manifest.rms_norm_eps)
 
 
-def rotary_tables(manifest: ModelManifest) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32, [context_tokens, head_dim]; sin's first half is negative.
+def linear(rows: Tensor, weights: Linear) -> Tensor:
+    """A bias is added to the product before it is rounded."""
+    return F.linear(rows, weights.matrix, weights.bias)
 
-    Angles are float32, as the models were trained with. Their cosines are taken in float64 by numpy, because torch's
-    depend in the last bit on where its threads cut the table.
-    """
-    half = np.arange(0, manifest.head_dim, 2, dtype=np.float32) / np.float32(manifest.head_dim)
-    frequencies = np.float32(1.0) / np.power(np.float32(manifest.rope_theta), half)
-    positions = np.arange(manifest.context_tokens, dtype=np.float32)
-    angles = (positions[:, None] * frequencies[None, :]).astype(np.float64)
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+def _paired(tables: tuple[Floats, Floats], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tables for both halves of a head, [context_tokens, head_dim]; sin's first half is negative (see `rotate`)."""
+    cos, sin = tables
     return (
-        torch.from_numpy(np.concatenate([cos, cos], axis=1)),
-        torch.from_numpy(np.concatenate([-sin, sin], axis=1)),
+        torch.from_numpy(np.concatenate([cos, cos], axis=1)).to(device),
+        torch.from_numpy(np.concatenate([-sin, sin], axis=1)).to(device),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -19,13 +19,15 @@ from pd_engine.scratch import ScratchMemory
 
 
 class ShallowDecoder:
-    """See `pd_engine.invariance.Shallow`."""
+    """See `pd_engine.invariance.Shallow`. make_pool: the kind of pool that the decoder works on"""
 
-    def __init__(self, decoder: Decoder, layout: BlockLayout) -> None:
+    def __init__(
+        self, decoder: Decoder, layout: BlockLayout, make_pool: Callable[[BlockMemory, BlockLayout], KvPool] = KvPool
+    ) -> None:
         self._decoder = decoder.shallow(NUM_LAYERS)
         shallow = msgspec.structs.replace(layout, num_layers=self._decoder.manifest.num_layers)
         self._memory = ScratchMemory(NUM_BLOCKS, shallow.block_bytes)
-        self._pool = KvPool(self._memory, shallow)
+        self._pool = make_pool(self._memory, shallow)
 
     @property
     def memory(self) -> BlockMemory:
@@ -43,7 +45,9 @@ class ShallowDecoder:
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
-            logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, _never).numpy()
+            self._pool.adopt(range(NUM_BLOCKS))  # the trial copies blocks from one table to another
+            logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, _never).cpu().numpy()
+            self._pool.publish(range(NUM_BLOCKS))
             return logits
         finally:
             torch.set_num_threads(before)

@@ -23,6 +23,7 @@ ROW_MULTIPLE: dict[torch.dtype, int] = {torch.float32: 8, torch.bfloat16: 4}
 class StepPlan:
     """rows: one a token, sequence after sequence, then padding (id 0 at position 0, whose KV is not written).
 
+    Tensors lie on the pool's device.
     ids, positions: [padded rows]
     num_rows:       rows that are tokens
     kv_rows:        [num_rows * kv_heads * 2] rows of `KvPool.token_rows` that take each row's K and V
@@ -53,8 +54,8 @@ def plan_step(steps: Sequence[SequenceStep], kernel: AttentionKernel, num_heads:
     ids = np.concatenate([*(np.asarray(step.tokens, dtype=np.int64) for step in steps), np.zeros(padding, np.int64)])
     positions = np.concatenate([*(np.arange(span.start, span.end) for span in spans), np.zeros(padding, np.int64)])
     return StepPlan(
-        ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(positions),
+        ids=torch.from_numpy(ids).to(pool.device),
+        positions=torch.from_numpy(positions).to(pool.device),
         num_rows=first_row,
         kv_rows=_kv_rows(spans, pool),
         entered=[block_id for step in steps for block_id in entered_blocks(step)],
@@ -75,4 +76,5 @@ def _kv_rows(spans: Sequence[RowSpan], pool: KvPool) -> Tensor:
     )
     heads = np.arange(pool.layout.num_kv_heads * 2)
     block_rows = blocks[:, None] * pool.heads_a_block + heads[None, :]
-    return torch.from_numpy((block_rows * BLOCK_TOKENS + positions[:, None] % BLOCK_TOKENS).reshape(-1))
+    rows = (block_rows * BLOCK_TOKENS + positions[:, None] % BLOCK_TOKENS).reshape(-1)
+    return torch.from_numpy(rows).to(pool.device)

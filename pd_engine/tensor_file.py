@@ -29,6 +29,9 @@ class TensorFile(Mapping[str, Tensor]):
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

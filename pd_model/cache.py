@@ -2,13 +2,19 @@
 
     models/<key>/            an entry, whole or not there
         manifest.json        written last; names size and digest of every other file
-        model.safetensors    float32, Hugging Face names
+        model.safetensors    Hugging Face names; see below
         tokenizer.json
         chat_template.jinja  when the model has one
     models/.lock-<key>       held (flock) by whoever converts
     models/.tmp-<key>-*      a conversion under way, or the rest of one that was killed
 
 An entry appears by one rename of a folder whose files are on the disk, so a reader needs no lock.
+
+Every tensor is stored in the type in which it was published (F32, F16, BF16), so nothing is lost. A quantised one is
+dequantised in float32 and rounded once to bfloat16: that is what an engine which runs in bfloat16 makes of it in any
+case, to the bit, at half the size. Run in float32, such a model has the rounded weights (off by up to 2^-9 of each);
+the weights digest is that of the stored bytes, so it always names what is really multiplied.
+A conversion holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -21,18 +27,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
 
 import msgspec
 
 from pd_core.errors import ModelError
 from pd_model.manifest import ModelManifest, tensor_shapes
-from pd_model.safetensors_file import write_float32
+from pd_model.safetensors_file import TensorPlan, write_tensors
 from pd_model.source import ModelSource
 from pd_model.source_digest import file_digest
 
-CONVERTER_VERSION = "1"
+CONVERTER_VERSION = "2"
 """Part of every key: a change of what a conversion writes needs another one."""
 
 WEIGHTS, TOKENIZER, CHAT_TEMPLATE, MANIFEST = (
@@ -151,16 +156,18 @@ def _sweep(models: Path, key: str) -> None:
 
 def _convert(models: Path, key: str, source: ModelSource, progress: Progress) -> Entry:
     source.check_tensors()
-    shapes = tensor_shapes(source.manifest)
-    _check_room(models, 4 * sum(prod(shape) for shape in shapes.values()))
+    plans = {
+        name: TensorPlan(source.stored_type(name), shape) for name, shape in tensor_shapes(source.manifest).items()
+    }
+    _check_room(models, sum(plan.num_bytes for plan in plans.values()))
     temporary = Path(tempfile.mkdtemp(dir=models, prefix=f".tmp-{key}-"))
     try:
         files = {TOKENIZER: _write_text(temporary / TOKENIZER, source.tokenizer_json)}
         if source.chat_template is not None:
             files[CHAT_TEMPLATE] = _write_text(temporary / CHAT_TEMPLATE, source.chat_template)
-        digest = write_float32(
+        digest = write_tensors(
             temporary / WEIGHTS,
-            shapes,
+            plans,
             source.read,
             lambda done, total: progress("converting the model", done / total),
         )

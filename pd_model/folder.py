@@ -26,7 +26,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     """A model ready to be served.
 
     name:             what clients call it
-    weights_path:     one safetensors file, float32, Hugging Face's Llama tensor names
+    weights_path:     one safetensors file, Hugging Face's Llama tensor names, types as in `pd_model.cache`
     weights_digest:   names the weights' bytes
     settings_digest:  names everything of the manifest that changes KV
     tokenizer_digest: names the tokenizer's file

@@ -1,7 +1,7 @@
-"""Reads a Llama from a GGUF file: dequantises, and gives the tensors their Hugging Face names and order of rows.
+"""Reads a model from a GGUF file: dequantises, and gives the tensors their Hugging Face names and order of rows.
 
 GGUF keeps the rows of q and k of Llama models permuted: the two halves of a head that rotary embedding pairs lie
-interleaved there, one after the other here.
+interleaved there, one after the other here. (Qwen's lie as they do here.)
 
     ours   head h: x0 x1 x2 ... y0 y1 y2 ...        pair i = (x_i, y_i), head_dim / 2 apart
     GGUF   head h: x0 y0 x1 y1 x2 y2 ...            pair i = neighbours
@@ -12,58 +12,28 @@ from __future__ import annotations
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import gguf
-import numpy as np
-import numpy.typing as npt
 
 from pd_core.errors import ModelError
+from pd_model.gguf_settings import ROPE_DIVISORS, GgufSettings, gguf_tensor_name
+from pd_model.gguf_tensor import STORED_AS, read_stored
 from pd_model.gguf_tokenizer import tokenizer_json_from_gguf
-from pd_model.manifest import ModelManifest, check_manifest, tensor_shapes
+from pd_model.manifest import KEY, QUERY, ModelManifest, check_manifest, tensor_shapes
+from pd_model.rope import served_context
 from pd_model.source import name_some
-
-T = TypeVar("T")
-
-IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTSIDE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+from pd_model.stored_type import Stored, StoredType, to_float32
 
 
-def gguf_tensor_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`"""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-    return f"blk.{layer}.{IN_LAYER[part]}.weight"
-
-
-def unpermute_heads(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Undoes GGUF's interleaving of the rows of q or k: `[num_heads * head_dim, hidden]` in and out."""
+def unpermute_heads(rows: Stored, num_heads: int) -> Stored:
+    """Undoes GGUF's interleaving of the rows of q or k: `[num_heads * head_dim, ...]` in and out."""
     num_pairs = rows.shape[0] // num_heads // 2
     return rows.reshape(num_heads, num_pairs, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def as_written(stored: float) -> float:
-    """The decimal that the author wrote: GGUF stores 1e-05 as a float32, which reads back as 9.999999747378752e-06."""
-    return float(str(np.float32(stored)))
-
-
 class GgufSource:
-    """A GGUF file with a Llama and a byte-level BPE tokenizer. Raises ModelError if it is broken or something else."""
+    """A GGUF file with one of the ARCHITECTURES. Raises ModelError if it is broken or something else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +43,9 @@ class GgufSource:
         except (ValueError, IndexError, KeyError, OSError, struct.error) as error:
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._settings = GgufSettings(path, self._values)
         self._manifest = self._read_manifest()
+        self._shapes = tensor_shapes(self._manifest)
 
     @property
     def manifest(self) -> ModelManifest:
@@ -95,84 +67,88 @@ class GgufSource:
         return {f"{kind}_token": tokens[token] for kind, token in ids.items() if token is not None}
 
     def check_tensors(self) -> None:
-        needed = {gguf_tensor_name(name) for name in tensor_shapes(self._manifest)}
+        needed = {gguf_tensor_name(name) for name in self._shapes}
         if missing := needed - self._tensors.keys():
             raise ModelError(f"{self._path} lacks tensors: {name_some(missing)}")
-        if unknown := self._tensors.keys() - needed:
-            raise ModelError(f"{self._path} has tensors that are not supported yet: {name_some(unknown)}")
+        if unknown := self._tensors.keys() - needed - {ROPE_DIVISORS}:
+            raise ModelError(f"{self._path} has tensors that this model does not use: {name_some(unknown)}")
+        for name in sorted(needed):
+            if (kind := self._tensors[name].tensor_type) not in STORED_AS:
+                raise ModelError(
+                    f"tensor {name} in {self._path} is {kind.name}; types that are read: "
+                    f"{', '.join(served.name for served in STORED_AS)}"
+                )
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def stored_type(self, name: str) -> StoredType:
+        return STORED_AS[self._tensors[gguf_tensor_name(name)].tensor_type]
+
+    def read(self, name: str) -> Stored:
         tensor = self._tensors[gguf_tensor_name(name)]
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise ModelError(
-                f"tensor {tensor.name} in {self._path} is quantised as {tensor.tensor_type.name}, which cannot be read"
-            ) from error
-        values = np.asarray(values, np.float32)
-        if name.endswith("q_proj.weight"):
-            return unpermute_heads(values, self._manifest.num_heads)
-        if name.endswith("k_proj.weight"):
-            return unpermute_heads(values, self._manifest.num_kv_heads)
-        return values
-
-    def _value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        value = self._values.get(key, default)
-        if kind is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-            raise ModelError(f"{self._path} has {value!r} for {key}; {kind.__name__} is needed")
-        return value
+        stored = read_stored(tensor)
+        if stored.shape != self._shapes[name]:
+            raise ModelError(f"tensor {name} has shape {stored.shape}; this model needs {self._shapes[name]}")
+        if self._settings.architecture.permuted:
+            linear = name.rpartition(".")[0]
+            if linear.endswith(QUERY):
+                return unpermute_heads(stored, self._manifest.num_heads)
+            if linear.endswith(KEY):
+                return unpermute_heads(stored, self._manifest.num_kv_heads)
+        return stored
 
     def _read_manifest(self) -> ModelManifest:
-        architecture = self._value("general.architecture", str)
-        if architecture != "llama":
-            raise ModelError(f"{self._path} holds architecture {architecture!r}; only 'llama' is supported yet")
-        self._refuse_variants()
-        hidden_size = self._value("llama.embedding_length", int)
-        num_heads = self._value("llama.attention.head_count", int)
-        head_dim = self._value("llama.attention.key_length", int, hidden_size // max(num_heads, 1))
-        rope_dim = self._value("llama.rope.dimension_count", int, head_dim)
-        value_dim = self._value("llama.attention.value_length", int, head_dim)
-        if not rope_dim == value_dim == head_dim:
-            raise ModelError(
-                f"{self._path} has heads of {head_dim} with a rotary part of {rope_dim} and values of {value_dim}; "
-                "that is not supported yet"
-            )
+        settings = self._settings
+        trained_tokens = settings.own("context_length", int)
+        rope = settings.rope(trained_tokens, self._rope_divisors())
+        context_tokens = served_context(trained_tokens, rope.scaling)
+        settings.check_keys(context_tokens)
+        hidden_size = settings.own("embedding_length", int)
+        num_heads = settings.own("attention.head_count", int)
         manifest = ModelManifest(
-            architecture="llama",
-            num_layers=self._value("llama.block_count", int),
+            architecture=settings.name,
+            num_layers=settings.own("block_count", int),
             hidden_size=hidden_size,
-            intermediate_size=self._value("llama.feed_forward_length", int),
+            intermediate_size=settings.own("feed_forward_length", int),
             num_heads=num_heads,
-            num_kv_heads=self._value("llama.attention.head_count_kv", int, num_heads),
-            head_dim=head_dim,
+            num_kv_heads=settings.own("attention.head_count_kv", int, num_heads),
+            head_dim=self._head_dim(hidden_size // max(num_heads, 1)),
             vocab_size=self._vocab_size(),
-            context_tokens=self._value("llama.context_length", int),
-            rms_norm_eps=as_written(self._value("llama.attention.layer_norm_rms_epsilon", float)),
-            rope_theta=as_written(self._value("llama.rope.freq_base", float, 10000.0)),
+            context_tokens=context_tokens,
+            rms_norm_eps=settings.own("attention.layer_norm_rms_epsilon", float),
+            rope_theta=rope.theta,
             tied_embeddings="output.weight" not in self._tensors,
             eos_token_ids=self._eos_token_ids(),
             bos_token_id=self._values.get("tokenizer.ggml.bos_token_id"),
+            qk_norm=settings.architecture.qk_norm,
+            biases=settings.biases(self._tensors.keys()),
+            rope_scaling=rope.scaling,
         )
         check_manifest(manifest)
         return manifest
 
-    def _refuse_variants(self) -> None:
-        scaling = self._values.get("llama.rope.scaling.type", "none")
-        if scaling != "none" or "rope_freqs.weight" in self._tensors:
-            raise ModelError(f"{self._path} scales its rotary embedding ({scaling}); that is not supported yet")
-        if self._values.get("llama.expert_count", 0):
-            raise ModelError(f"{self._path} is a mixture of experts; that is not supported yet")
-        if self._values.get("llama.attention.sliding_window", 0):
-            raise ModelError(f"{self._path} has a sliding window; that is not supported yet")
-        if biases := {name for name in self._tensors if name.endswith(".bias")}:
-            raise ModelError(f"{self._path} has biases ({name_some(biases)}); they are not supported yet")
+    def _head_dim(self, even_share: int) -> int:
+        settings = self._settings
+        head_dim = settings.own("attention.key_length", int, even_share)
+        rope_dim = settings.own("rope.dimension_count", int, head_dim)
+        value_dim = settings.own("attention.value_length", int, head_dim)
+        if not rope_dim == value_dim == head_dim:
+            raise ModelError(
+                f"{self._path} has heads of {head_dim} with a rotary part of {rope_dim} and values of {value_dim}; "
+                "only heads that are all of one size are served"
+            )
+        return head_dim
+
+    def _rope_divisors(self) -> list[float] | None:
+        tensor = self._tensors.get(ROPE_DIVISORS)
+        if tensor is None:
+            return None
+        if STORED_AS.get(tensor.tensor_type) != "F32":
+            raise ModelError(f"tensor {ROPE_DIVISORS} in {self._path} is {tensor.tensor_type.name}; F32 is needed")
+        return [float(value) for value in to_float32(read_stored(tensor)).reshape(-1)]
 
     def _vocab_size(self) -> int:
         embedding = self._tensors.get("token_embd.weight")
-        if embedding is None:
-            raise ModelError(f"{self._path} lacks tensors: token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelError(f"{self._path} lacks tensors: token_embd.weight, a matrix")
         return int(embedding.shape[1])  # GGUF lists dimensions innermost first
 
     def _eos_token_ids(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""Reads a Llama from a Hugging Face folder: config.json, safetensors (one file or shards), tokenizer.json.
+"""Reads a model from a Hugging Face folder: config.json, safetensors (one file or shards), tokenizer.json.
 
-What this decoder does not do is refused by name: a setting that were ignored would give wrong text.
+Which settings are served stands in `pd_model.hf_settings`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from pd_core.errors import ModelError
+from pd_model.hf_settings import Family, find_biases, find_family, find_refusal
 from pd_model.manifest import ModelManifest, check_manifest, tensor_shapes
-from pd_model.safetensors_file import TensorEntry, read_float32, read_header
+from pd_model.rope import rope_from_config, served_context
+from pd_model.safetensors_file import TensorEntry, read_header, read_tensor, stored_type
 from pd_model.source import name_some
+from pd_model.stored_type import Stored, StoredType
+from pd_model.text_encoder import read_json
+from pd_model.token_form import form_of
 
 T = TypeVar("T")
 
@@ -27,17 +30,6 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-NEEDED_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "sliding_window": (None,),
-    "num_local_experts": (None, 0),
-    "num_experts": (None, 0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "quantization_config": (None,),
-}
-"""Settings of config.json and the values that this decoder can serve; absent counts as the first of them."""
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -73,11 +65,12 @@ def source_files(folder: Path) -> list[Path]:
 
 
 class HfSource:
-    """A folder with a LlamaForCausalLM. Raises ModelError for another model, or a setting that is not supported yet."""
+    """A folder with a model of the FAMILIES. Raises ModelError for any other, and for settings that are refused."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = _read_json(folder / "config.json")
+        self._config_path = folder / "config.json"
+        self._config = _read_json(self._config_path)
         self._generation = _read_json_if_there(folder / "generation_config.json")
         self._tokenizer_config = _read_json_if_there(folder / "tokenizer_config.json")
         self._manifest = self._read_manifest()
@@ -92,7 +85,13 @@ class HfSource:
 
     @cached_property
     def tokenizer_json(self) -> str:
-        return (self._folder / "tokenizer.json").read_text("utf-8")
+        path = self._folder / "tokenizer.json"
+        try:
+            text = path.read_text("utf-8")
+            form_of(read_json(text))  # a kind that is not served is refused now, not when the gateway starts
+        except (ModelError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: {error}") from error
+        return text
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -127,11 +126,15 @@ class HfSource:
         if missing := needed - self._tensors.keys():
             raise ModelError(f"{self._folder} lacks tensors: {name_some(missing)}")
         if unknown := self._tensors.keys() - needed - idle:
-            raise ModelError(f"{self._folder} has tensors that are not supported yet: {name_some(unknown)}")
+            raise ModelError(f"{self._folder} has tensors that this model does not use: {name_some(unknown)}")
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def stored_type(self, name: str) -> StoredType:
         tensor = self._tensors[name]
-        return read_float32(tensor.path, name, tensor.entry, tensor.data_start)
+        return stored_type(tensor.path, name, tensor.entry)
+
+    def read(self, name: str) -> Stored:
+        tensor = self._tensors[name]
+        return read_tensor(tensor.path, name, tensor.entry, tensor.data_start)
 
     def _setting(self, key: str, kind: type[T], default: T | None = None) -> T:
         value = self._config.get(key)
@@ -139,58 +142,41 @@ class HfSource:
         if kind is float and isinstance(value, int):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-            raise ModelError(f"{self._folder}/config.json has {value!r} for {key}; {kind.__name__} is needed")
+            raise ModelError(f"{self._config_path} has {value!r} for {key}; {kind.__name__} is needed")
         return value
 
     def _read_manifest(self) -> ModelManifest:
-        self._refuse_variants()
+        family = find_family(self._config)
+        if not isinstance(family, Family):
+            raise ModelError(f"{self._config_path} has {family}")
+        trained_tokens = self._setting("max_position_embeddings", int)
+        rope = rope_from_config(self._config, trained_tokens, self._config_path)
+        context_tokens = served_context(trained_tokens, rope.scaling)
+        if refusal := find_refusal(self._config, family, context_tokens):
+            raise ModelError(f"{self._config_path} has {refusal}")
         hidden_size = self._setting("hidden_size", int)
         num_heads = self._setting("num_attention_heads", int)
         manifest = ModelManifest(
-            architecture="llama",
+            architecture=self._setting("model_type", str),
             num_layers=self._setting("num_hidden_layers", int),
             hidden_size=hidden_size,
             intermediate_size=self._setting("intermediate_size", int),
             num_heads=num_heads,
             num_kv_heads=self._setting("num_key_value_heads", int, num_heads),
-            head_dim=self._setting("head_dim", int, hidden_size // max(num_heads, 1)),
+            head_dim=self._setting("head_dim", int, family.head_dim or hidden_size // max(num_heads, 1)),
             vocab_size=self._setting("vocab_size", int),
-            context_tokens=self._setting("max_position_embeddings", int),
+            context_tokens=context_tokens,
             rms_norm_eps=self._setting("rms_norm_eps", float),
-            rope_theta=self._rope_theta(),
+            rope_theta=rope.theta,
             tied_embeddings=self._setting("tie_word_embeddings", bool, False),
             eos_token_ids=self._eos_token_ids(),
             bos_token_id=self._config.get("bos_token_id"),
+            qk_norm=family.qk_norm,
+            biases=find_biases(self._config, family),
+            rope_scaling=rope.scaling,
         )
         check_manifest(manifest)
         return manifest
-
-    def _refuse_variants(self) -> None:
-        model_type = self._config.get("model_type")
-        architectures = self._config.get("architectures") or ["LlamaForCausalLM"]
-        if model_type != "llama" or architectures != ["LlamaForCausalLM"]:
-            raise ModelError(
-                f"{self._folder} holds model_type {model_type!r}, architectures {architectures}; "
-                "only 'llama' with LlamaForCausalLM is supported yet"
-            )
-        for key, served in NEEDED_SETTINGS.items():
-            value = self._config.get(key, served[0])
-            if value not in served:
-                raise ModelError(f"{self._folder}/config.json has {key} {value!r}, which is not supported yet")
-
-    def _rope_theta(self) -> float:
-        """Newer configs keep it in rope_parameters, older ones beside rope_scaling."""
-        for key in ("rope_scaling", "rope_parameters"):
-            rope = self._config.get(key) or {}
-            if not isinstance(rope, dict):
-                raise ModelError(f"{self._folder}/config.json has {key} {rope!r}, which is no set of settings")
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            extra = rope.keys() - {"rope_type", "type", "rope_theta"}
-            if kind != "default" or extra:
-                raise ModelError(f"{self._folder}/config.json has {key} {rope}, which is not supported yet")
-            if "rope_theta" in rope:
-                return float(rope["rope_theta"])
-        return self._setting("rope_theta", float, 10000.0)
 
     def _eos_token_ids(self) -> list[int]:
         ends = self._generation.get("eos_token_id", self._config.get("eos_token_id"))

@@ -7,18 +7,33 @@ import hashlib
 import msgspec
 
 from pd_core.errors import ModelError
+from pd_model.rope import RopeScaling, check_rope_scaling
 
-NOT_IN_KV = frozenset({"vocab_size", "context_tokens", "tied_embeddings", "eos_token_ids", "bos_token_id"})
+NOT_IN_KV = frozenset(
+    {"architecture", "vocab_size", "context_tokens", "tied_embeddings", "eos_token_ids", "bos_token_id"}
+)
 """Fields that leave the KV of a given run of tokens as it is; every other one is part of the settings digest."""
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+QUERY, KEY, VALUE, OUTPUT = (f"self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
+GATE, UP, DOWN = (f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+LINEARS = (QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN)
+"""The matrices of a layer, by Hugging Face's names."""
+QUERY_NORM, KEY_NORM = "self_attn.q_norm", "self_attn.k_norm"
 
 
 class ModelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A decoder of the Llama family.
 
+    architecture:    the family, for people: whatever tells its members apart is a field of its own
     context_tokens:  most positions that the model was trained for
     tied_embeddings: the output head is the embedding; no lm_head.weight is stored
     eos_token_ids:   any of them ends a text
     bos_token_id:    the token that chat templates know as `bos_token`; nothing puts it in front on its own
+    qk_norm:         each head of q and k is normed before it is rotated
+    biases:          those of LINEARS that add a bias, in their order
+    rope_scaling:    None leaves the rotary frequencies as they are
     """
 
     architecture: str
@@ -35,16 +50,21 @@ class ModelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tied_embeddings: bool
     eos_token_ids: list[int]
     bos_token_id: int | None
+    qk_norm: bool = False
+    biases: list[str] = []
+    rope_scaling: RopeScaling | None = None
 
 
 def check_manifest(manifest: ModelManifest) -> None:
-    """Raises ModelError for values that no Llama can have, naming the field."""
+    """Raises ModelError for values that no model of the family can have, naming the field."""
     try:
         msgspec.convert(msgspec.to_builtins(manifest), ModelManifest)
     except msgspec.ValidationError as error:
         raise ModelError(f"a setting of the model is of the wrong kind: {error}") from error
-    if manifest.architecture != "llama":
-        raise ModelError(f"architecture {manifest.architecture!r} is not supported yet; only 'llama' is")
+    if manifest.architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"architecture {manifest.architecture!r} is not served; those that are: {', '.join(ARCHITECTURES)}"
+        )
     for field in (
         "num_layers",
         "hidden_size",
@@ -67,6 +87,10 @@ def check_manifest(manifest: ModelManifest) -> None:
     outside = [token for token in special if not 0 <= token < manifest.vocab_size]
     if outside:
         raise ModelError(f"token ids {outside} are outside the vocabulary of {manifest.vocab_size}")
+    if manifest.biases != [name for name in LINEARS if name in manifest.biases]:
+        raise ModelError(f"the model's biases are {manifest.biases}; each of {', '.join(LINEARS)} may stand there once")
+    if manifest.rope_scaling is not None:
+        check_rope_scaling(manifest.rope_scaling, manifest.head_dim)
 
 
 def settings_digest(manifest: ModelManifest) -> str:
@@ -80,23 +104,29 @@ def tensor_shapes(manifest: ModelManifest) -> dict[str, tuple[int, ...]]:
     hidden, inner = manifest.hidden_size, manifest.intermediate_size
     q_rows = manifest.num_heads * manifest.head_dim
     kv_rows = manifest.num_kv_heads * manifest.head_dim
-    in_layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+    linears = {
+        QUERY: (q_rows, hidden),
+        KEY: (kv_rows, hidden),
+        VALUE: (kv_rows, hidden),
+        OUTPUT: (hidden, q_rows),
+        GATE: (inner, hidden),
+        UP: (inner, hidden),
+        DOWN: (hidden, inner),
     }
+    in_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    in_layer |= {f"{name}.weight": shape for name, shape in linears.items()}
+    in_layer |= {f"{name}.bias": linears[name][:1] for name in manifest.biases}
+    if manifest.qk_norm:
+        in_layer |= {f"{name}.weight": (manifest.head_dim,) for name in (QUERY_NORM, KEY_NORM)}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (manifest.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     for layer in range(manifest.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in in_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in in_layer.items()}
     if not manifest.tied_embeddings:
         shapes["lm_head.weight"] = (manifest.vocab_size, hidden)
     return shapes

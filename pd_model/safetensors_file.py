@@ -1,7 +1,7 @@
 """Reading and writing safetensors files, one tensor at a time.
 
 The safetensors library wants all tensors in memory to write them and cannot give bfloat16 to numpy; a conversion needs
-neither more than one tensor at a time nor anything but float32 out.
+no more than one tensor at a time.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pd_core.errors import ModelError
+from pd_model.stored_type import NUMPY_TYPES, TYPE_BYTES, Stored, StoredType
 
-TYPE_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000
+ALIGNMENT_BYTES = 64
+"""Where a written file's data begins. Tensors of whole multiples follow each other aligned: they are used in place."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -28,6 +30,17 @@ class TensorEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+class TensorPlan(msgspec.Struct, frozen=True):
+    """A tensor to write."""
+
+    stored: StoredType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * TYPE_BYTES[self.stored]
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
@@ -51,58 +64,65 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
     return entries, 8 + length
 
 
-def read_float32(path: Path, name: str, entry: TensorEntry, data_start: int) -> npt.NDArray[np.float32]:
-    """One tensor, exactly: every F16 and BF16 value is a float32 value too. Raises ModelError for other dtypes."""
-    if entry.dtype not in TYPE_BYTES:
-        raise ModelError(f"tensor {name} in {path} is {entry.dtype}; only {', '.join(TYPE_BYTES)} are supported")
+def stored_type(path: Path, name: str, entry: TensorEntry) -> StoredType:
+    """The type of a tensor of the file at `path`. Raises ModelError for one that is not supported."""
+    for stored in get_args(StoredType):
+        if entry.dtype == stored:
+            return stored  # type: ignore[no-any-return]
+    raise ModelError(f"tensor {name} in {path} is {entry.dtype}; only {', '.join(NUMPY_TYPES)} are supported")
+
+
+def read_tensor(path: Path, name: str, entry: TensorEntry, data_start: int) -> Stored:
+    """One tensor as it is stored. Raises ModelError for a type that is not supported, or bytes that do not fit."""
+    stored = stored_type(path, name, entry)
     begin, end = entry.data_offsets
-    if end - begin != prod(entry.shape) * TYPE_BYTES[entry.dtype]:
+    if end - begin != prod(entry.shape) * TYPE_BYTES[stored]:
         raise ModelError(f"tensor {name} in {path} has {end - begin} bytes, which is not its shape {entry.shape}")
     with path.open("rb") as file:
         file.seek(data_start + begin)
         raw = file.read(end - begin)
-    if entry.dtype == "F32":
-        flat = np.frombuffer(raw, "<f4")
-    elif entry.dtype == "F16":
-        flat = np.frombuffer(raw, "<f2").astype(np.float32)
-    else:  # bfloat16 is the upper half of a float32
-        flat = (np.frombuffer(raw, "<u2").astype("<u4") << np.uint32(16)).view("<f4")
-    return flat.reshape(entry.shape)
+    return np.frombuffer(raw, NUMPY_TYPES[stored]).reshape(entry.shape)
 
 
-def write_float32(
+def write_tensors(
     path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], npt.NDArray[np.float32]],
+    plans: Mapping[str, TensorPlan],
+    read: Callable[[str], Stored],
     written: Callable[[int, int], None],
 ) -> str:
     """Writes the tensors in order of their names, with what `read` gives for each. Returns the file's digest (hex).
 
     The same tensors give the same bytes anywhere, so the digest names the weights.
     `written(bytes so far, bytes in all)` is called after each tensor. The file is on the disk (fsync) at return.
-    Raises ModelError for a tensor of the wrong shape.
+    Raises ModelError for a tensor of the wrong shape or type.
     """
     header: dict[str, TensorEntry] = {}
     total_bytes = 0
-    for name in sorted(shapes):
-        end = total_bytes + 4 * prod(shapes[name])
-        header[name] = TensorEntry("F32", list(shapes[name]), (total_bytes, end))
+    for name in sorted(plans):
+        end = total_bytes + plans[name].num_bytes
+        header[name] = TensorEntry(plans[name].stored, list(plans[name].shape), (total_bytes, end))
         total_bytes = end
     encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT_BYTES)
     digest = hashlib.blake2b(digest_size=16)
     with path.open("wb") as file:
         for prefix in (len(encoded).to_bytes(8, "little"), encoded):
             file.write(prefix)
             digest.update(prefix)
         for name, entry in header.items():
-            tensor = read(name)
-            if tensor.shape != tuple(shapes[name]):
-                raise ModelError(f"tensor {name} has shape {tensor.shape}; this model needs {shapes[name]}")
-            data = np.ascontiguousarray(tensor, "<f4").reshape(-1).view(np.uint8).data
+            tensor = _checked(name, read(name), plans[name])
+            data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
             file.write(data)
             digest.update(data)
             written(entry.data_offsets[1], total_bytes)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def _checked(name: str, tensor: Stored, plan: TensorPlan) -> Stored:
+    if tensor.shape != plan.shape:
+        raise ModelError(f"tensor {name} has shape {tensor.shape}; this model needs {plan.shape}")
+    if tensor.dtype != np.dtype(NUMPY_TYPES[plan.stored]):
+        raise ModelError(f"tensor {name} is {tensor.dtype}, which is not {plan.stored}")
+    return tensor

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from pd_model.manifest import ModelManifest
+from pd_model.stored_type import Stored, StoredType
 
 
 class ModelSource(Protocol):
@@ -35,12 +34,16 @@ class ModelSource(Protocol):
         """Nothing that the model needs is missing and nothing is there that would be left out."""
         ...
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor that Hugging Face calls `name`."""
+    def stored_type(self, name: str) -> StoredType:
+        """The type of the numbers that `read` gives."""
+        ...
+
+    def read(self, name: str) -> Stored:
+        """The tensor that Hugging Face calls `name`. Only one is asked for at a time: none is kept."""
         ...
 
 
-def name_some(names: set[str]) -> str:
+def name_some(names: Collection[str]) -> str:
     """A few of many names for an error's sentence."""
     first = sorted(names)[:3]
     rest = len(names) - len(first)

@@ -6,17 +6,21 @@ the bytes divided by those of the longest token. What could make that untrue is 
     bytes without a token   are left out by BPE: they do not count
     a normalizer            may shorten the text. NFC keeps ASCII, or puts it into longer characters: so only ASCII
                             counts. Under any other nothing is certain
+    SentencePiece           with a token for every byte and no rule but spaces to U+2581 loses no byte either
     anything else           that may drop text (a pre-tokenizer that removes what it splits at, added tokens that
-                            swallow spaces) or is not byte-level BPE: nothing is certain, and the bound is 0
+                            swallow spaces) or is no such BPE: nothing is certain, and the bound is 0
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+from pd_model.gguf_tokenizer import WORD_BOUNDARY
+from pd_model.token_form import TokenForm, byte_writer, written_bytes
 
 NON_ASCII = bytes(range(0x80, 0x100))
 KEEPS_ALL = ("ByteLevel", "Digits", "Split")
@@ -44,20 +48,48 @@ class TokenBound(msgspec.Struct, frozen=True):
 NOTHING_CERTAIN = TokenBound(0, b"")
 
 
-def bound_of(tokenizer_json: str, written_bytes: Sequence[str]) -> TokenBound:
-    """The bound for a tokenizer. written_bytes: how its vocabulary writes each byte, by the byte's value."""
+def bound_of(tokenizer_json: str, form: TokenForm) -> TokenBound:
+    """The bound for a tokenizer."""
     tree: dict[str, Any] = json.loads(tokenizer_json)
-    model, added = tree["model"], tree.get("added_tokens") or []
-    normalizer = (tree.get("normalizer") or {}).get("type")
+    if any(token.get("lstrip") or token.get("rstrip") for token in tree.get("added_tokens") or []):
+        return NOTHING_CERTAIN
+    return _byte_level_bound(tree) if form == "byte-level" else _sentencepiece_bound(tree)
+
+
+def _byte_level_bound(tree: Mapping[str, Any]) -> TokenBound:
+    model, normalizer = tree["model"], (tree.get("normalizer") or {}).get("type")
     if not _is_plain_bpe(model) or not _keeps_all_bytes(tree.get("pre_tokenizer")) or normalizer not in (None, "NFC"):
         return NOTHING_CERTAIN
-    if any(token.get("lstrip") or token.get("rstrip") for token in added):
-        return NOTHING_CERTAIN
     vocab = model["vocab"]
-    lengths = [len(written) for written in vocab] + [len(token["content"].encode()) for token in added]
-    without_token = bytes(byte for byte, written in enumerate(written_bytes) if written not in vocab)
+    lengths = [len(written) for written in vocab] + _added_lengths(tree)
+    without_token = bytes(byte for byte, written in enumerate(written_bytes()) if written not in vocab)
     uncounted = bytes(sorted({*without_token, *(NON_ASCII if normalizer else b"")}))
     return TokenBound(max(lengths, default=0), uncounted)
+
+
+def _sentencepiece_bound(tree: Mapping[str, Any]) -> TokenBound:
+    model = tree["model"]
+    if not model.get("byte_fallback") or any(f"<0x{byte:02X}>" not in model["vocab"] for byte in range(256)):
+        return NOTHING_CERTAIN
+    if not _only_marks_spaces(tree):
+        return NOTHING_CERTAIN
+    bytes_of = byte_writer("sentencepiece")
+    return TokenBound(max(*(len(bytes_of(written)) for written in model["vocab"]), *_added_lengths(tree)), b"")
+
+
+def _added_lengths(tree: Mapping[str, Any]) -> list[int]:
+    return [len(token["content"].encode()) for token in tree.get("added_tokens") or []]
+
+
+def _only_marks_spaces(tree: Mapping[str, Any]) -> bool:
+    """Whether the text is left alone but for WORD_BOUNDARY: in front, and in place of spaces."""
+    normalizer, splitter = tree.get("normalizer") or {}, tree.get("pre_tokenizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    marks = (
+        {"type": "Prepend", "prepend": WORD_BOUNDARY},
+        {"type": "Replace", "pattern": {"String": " "}, "content": WORD_BOUNDARY},
+    )
+    return all(step in marks for step in steps) and splitter.get("type") in (None, "Metaspace")
 
 
 def _is_plain_bpe(model: Mapping[str, Any]) -> bool:

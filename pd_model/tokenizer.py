@@ -1,16 +1,15 @@
-"""Text to token ids and back: byte-level BPE of the `tokenizers` library."""
+"""Text to token ids and back: byte-level BPE, or SentencePiece's, of the `tokenizers` library."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 
-import tokenizers
-
-from pd_core.errors import InvalidRequest, ModelError
+from pd_core.errors import InvalidRequest
 from pd_model.folder import ModelFolder
+from pd_model.text_encoder import TextEncoder, read_json
 from pd_model.token_bound import bound_of
+from pd_model.token_form import byte_writer, form_of
 
 GUARD = "\ufdd0"
 """Keeps apart what must not become one token. Never tokenised itself.
@@ -25,21 +24,23 @@ class Tokenizer:
 
     token_bytes: what each id stands for in a text; empty for special tokens and for ids without text.
                  Made at once (0.2 s for 49 000 tokens), so that no first request waits for it.
+
+    SentencePiece puts a space in front of a text (and behind special tokens). It is part of the first token and is
+    kept when that is turned into text again: the pieces of a stream go on where the prompt ended.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         self._json = tokenizer_json
-        self._special_as_special = _load(tokenizer_json)
-        decoder = json.loads(tokenizer_json).get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
-            raise ModelError(f"the tokenizer's decoder is {decoder.get('type')!r}; only 'ByteLevel' is supported yet")
+        self._form = form_of(read_json(tokenizer_json))
+        self._special_names = TextEncoder(tokenizer_json, self._form, "tokens")
+        self._library = self._special_names.library
         self.token_bytes = self._bytes_of_tokens()
-        self._bound = bound_of(tokenizer_json, _written_bytes())
+        self._bound = bound_of(tokenizer_json, self._form)
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id. The model's own vocabulary may be larger, padded with ids without text."""
-        return max(self._special_as_special.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, parse_special: bool = True) -> list[int]:
         """Ids of a text; nothing is put in front or behind.
@@ -49,12 +50,11 @@ class Tokenizer:
         A byte that the vocabulary has no token for (rare control characters) is left out, as everywhere with BPE.
         Raises InvalidRequest for a text with half of a surrogate pair, which no UTF-8 can hold.
         """
-        tokenizer = self._special_as_special if parse_special else self._special_as_text
+        encoder = self._special_names if parse_special else self._text_names
         ids: list[int] = []
         try:
-            for piece in text.split(GUARD):
-                if piece:
-                    ids += tokenizer.encode(piece, add_special_tokens=False).ids
+            for piece in filter(None, text.split(GUARD)):
+                ids += encoder.encode_inside(piece) if ids else encoder.encode(piece)
         except TypeError as error:
             raise InvalidRequest("the text holds half of a surrogate pair: it is not Unicode") from error
         return ids
@@ -65,61 +65,40 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; bytes that are no UTF-8 become U+FFFD. Unknown ids have no text."""
-        return str(self._special_as_special.decode(list(ids), skip_special_tokens=True))
+        known = (self.token_bytes[token] for token in ids if 0 <= token < len(self.token_bytes))
+        return b"".join(known).decode("utf-8", "replace")
 
     def token_text(self, token: int) -> str | None:
         """How the vocabulary writes a token; None for an id that it does not have."""
-        return self._special_as_special.id_to_token(token)
+        return self._library.id_to_token(token)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The names of the special tokens, in order of their ids."""
-        added = self._special_as_special.get_added_tokens_decoder()
+        added = self._library.get_added_tokens_decoder()
         return tuple(token.content for _, token in sorted(added.items()) if token.special)
 
+    @cached_property
+    def text_prefix(self) -> tuple[int, ...]:
+        """The ids that belong in front of a text which no chat template has written: the bos token, or none."""
+        bare = self._special_names.encode("a")
+        whole: list[int] = self._library.encode("a", add_special_tokens=True).ids
+        starts = (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
+        return tuple(whole[: next(starts, 0)])
+
     def _bytes_of_tokens(self) -> tuple[bytes, ...]:
-        byte_of = {written: byte for byte, written in enumerate(_written_bytes())}
-        special = set(self.special_texts)
+        bytes_of, special = byte_writer(self._form), set(self.special_texts)
         table = [b""] * self.vocab_size
-        for written, token in self._special_as_special.get_vocab(with_added_tokens=True).items():
-            if written in special:
-                continue
-            if all(character in byte_of for character in written):
-                table[token] = bytes(byte_of[character] for character in written)
-            else:  # put in by hand, and written as it is
-                table[token] = written.encode()
+        for written, token in self._library.get_vocab(with_added_tokens=True).items():
+            if written not in special:
+                table[token] = bytes_of(written)
         return tuple(table)
 
     @cached_property
-    def _special_as_text(self) -> tokenizers.Tokenizer:
-        tokenizer = _load(self._json)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+    def _text_names(self) -> TextEncoder:
+        return TextEncoder(self._json, self._form, "text")
 
 
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     """The tokenizer of a model. Raises ModelError when its kind is not supported."""
     return Tokenizer(folder.tokenizer_path.read_text("utf-8"))
-
-
-def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises bare Exception for JSON that it cannot use
-        raise ModelError(f"the tokenizer cannot be read: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _written_bytes() -> list[str]:
-    """How byte-level BPE writes each byte: printable Latin-1 as itself, the others in order from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    written, next_free = [], 0x100
-    for byte in range(256):
-        if byte in printable:
-            written.append(chr(byte))
-        else:
-            written.append(chr(next_free))
-            next_free += 1
-    return written

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from pd_core.layout import BlockLayout, DType
+
+WeightForm: TypeAlias = Literal["dtype", "int8"]
+
+WEIGHT_FORMS: tuple[WeightForm, ...] = ("dtype",)
+"""The forms that the kernels have."""
 
 LAYOUT_NAME = "stepwise"
 """In steps of 64 bytes: K `[head_dim / pack][16 tokens][pack]`, V `[16 tokens / pack][head_dim][pack]`; pack is 1 in
@@ -17,7 +23,11 @@ MAX_GROUP = 256
 
 @dataclass(frozen=True, slots=True)
 class NativeSpec:
-    """Sizes and settings. attention_scale: None for head_dim ** -0.5"""
+    """Sizes and settings.
+
+    attention_scale: None for head_dim ** -0.5
+    weights:         "dtype" multiplies with weights of `dtype`; "int8" keeps the matrices in 8 bits and a scale a row
+    """
 
     num_layers: int
     hidden_size: int
@@ -31,6 +41,7 @@ class NativeSpec:
     rms_norm_eps: float
     tied_embeddings: bool
     attention_scale: float | None = None
+    weights: WeightForm = "dtype"
 
     @property
     def layout(self) -> BlockLayout:
@@ -40,6 +51,8 @@ class NativeSpec:
         """None when the kernels can run this model, else a sentence that names the size that is in the way."""
         if self.dtype not in ("float32", "bfloat16"):
             return f"native kernels run in float32 and bfloat16, not in {self.dtype}"
+        if self.weights not in WEIGHT_FORMS:
+            return f"native kernels have no {self.weights} weights; they have: {', '.join(WEIGHT_FORMS)}"
         for name in ("hidden_size", "intermediate_size", "head_dim"):
             if getattr(self, name) % LANES:
                 return f"native kernels need a {name} that is a multiple of {LANES}; it is {getattr(self, name)}"

@@ -10,12 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
 from tiny_models import CHAT_TEMPLATE, HF_CONFIG, MANIFEST, Weights, make_weights, write_hf_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pd_core.errors import ModelError
 from pd_model.folder import open_model
 from pd_model.hf_source import HfSource
+from pd_model.safetensors_file import read_header
 
 
 def write_bfloat16(path: Path, weights: Weights) -> Weights:
@@ -51,8 +53,8 @@ def test_a_folder_that_transformers_wrote_is_read(tiny_hf: Path, tmp_path: Path,
     assert folder.manifest == MANIFEST
     assert folder.chat_template is None
     theirs = model.state_dict()
-    for name, tensor in load_file(folder.weights_path).items():
-        np.testing.assert_array_equal(tensor, theirs[name].float().numpy())
+    for name, tensor in load_torch_file(folder.weights_path).items():
+        assert torch.equal(tensor, theirs[name])
 
 
 def test_the_same_model_as_gguf_and_as_folder_has_the_same_digests(
@@ -84,19 +86,27 @@ def test_an_index_cannot_point_outside_its_folder(tiny_hf: Path, cache_dir: Path
         open_model(str(tiny_hf), cache_dir)
 
 
-def test_bfloat16_weights_are_widened_exactly(tiny_hf: Path, weights: Weights, cache_dir: Path) -> None:
+def test_bfloat16_weights_are_kept_as_they_are(tiny_hf: Path, weights: Weights, cache_dir: Path) -> None:
     expected = write_bfloat16(tiny_hf / "model.safetensors", weights)
-    stored = load_file(open_model(str(tiny_hf), cache_dir).weights_path)
+    stored = load_torch_file(open_model(str(tiny_hf), cache_dir).weights_path)
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(stored[name], tensor)
+        assert stored[name].dtype == torch.bfloat16
+        np.testing.assert_array_equal(stored[name].float().numpy(), tensor)
 
 
-def test_float16_weights_are_widened_exactly(tiny_hf: Path, weights: Weights, cache_dir: Path) -> None:
+def test_float16_weights_are_kept_as_they_are(tiny_hf: Path, weights: Weights, cache_dir: Path) -> None:
     halves = {name: tensor.astype(np.float16) for name, tensor in weights.items()}
     save_file(halves, tiny_hf / "model.safetensors")
     stored = load_file(open_model(str(tiny_hf), cache_dir).weights_path)
     for name, tensor in halves.items():
-        np.testing.assert_array_equal(stored[name], tensor.astype(np.float32))
+        assert stored[name].dtype == np.float16
+        np.testing.assert_array_equal(stored[name], tensor)
+
+
+def test_stored_tensors_of_whole_cache_lines_are_aligned(tiny_hf: Path, cache_dir: Path) -> None:
+    entries, data_start = read_header(open_model(str(tiny_hf), cache_dir).weights_path)
+    assert data_start % 64 == 0
+    assert all((data_start + entry.data_offsets[0]) % 64 == 0 for entry in entries.values())
 
 
 def test_an_untied_head_is_kept_and_a_tied_one_that_is_stored_anyway_is_not(tmp_path: Path, cache_dir: Path) -> None:
@@ -110,14 +120,14 @@ def test_an_untied_head_is_kept_and_a_tied_one_that_is_stored_anyway_is_not(tmp_
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("model_type", "qwen2"),
+        ("model_type", "mixtral"),
+        ("model_type", ["llama"]),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}),
         ("sliding_window", 32),
         ("num_local_experts", 8),
-        ("attention_bias", True),
-        ("mlp_bias", True),
         ("hidden_act", "gelu"),
         ("quantization_config", {"quant_method": "gptq"}),
         ("partial_rotary_factor", 0.5),
@@ -127,8 +137,10 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
     tmp_path: Path, weights: Weights, cache_dir: Path, setting: str, value: Any
 ) -> None:
     folder = write_hf_folder(tmp_path / "variant", weights, **{setting: value})
-    with pytest.raises(ModelError, match=setting):
+    with pytest.raises(ModelError, match=setting) as refused:
         open_model(str(folder), cache_dir)
+    assert str(folder) in refused.value.message
+    assert not list((cache_dir / "models").glob("[0-9a-f]*"))
 
 
 def test_rope_theta_is_found_where_newer_configs_keep_it(tmp_path: Path, weights: Weights) -> None:
@@ -186,3 +198,23 @@ def test_a_config_that_is_no_json_is_named(tiny_hf: Path, cache_dir: Path, name:
 def test_a_path_without_a_model_is_an_error_that_names_it(tmp_path: Path, cache_dir: Path, where: str) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         open_model(str(tmp_path / where), cache_dir)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "its JSON is a list"),
+        (b"\xff", "utf-8"),
+        (b'{"model": {"type": "Unigram"}}', "model is 'Unigram'; only 'BPE'"),
+        (b'{"model": {"type": "BPE"}, "decoder": {"type": "WordPiece"}}', "decoder is WordPiece"),
+        (b'{"model": {"type": "BPE"}, "decoder": null}', "decoder is None"),
+    ],
+)
+def test_a_tokenizer_that_is_not_served_is_refused_with_its_file_before_anything_is_started(
+    tiny_hf: Path, cache_dir: Path, text: bytes, sentence: str
+) -> None:
+    (tiny_hf / "tokenizer.json").write_bytes(text)
+    with pytest.raises(ModelError, match=sentence) as refused:
+        open_model(str(tiny_hf), cache_dir)
+    assert str(tiny_hf / "tokenizer.json") in refused.value.message

@@ -13,7 +13,7 @@ from tiny_models import tiny_tokenizer
 from pd_model.assets import ModelAssets
 from pd_model.fake import fake_tokenizer
 from pd_model.token_bound import NOTHING_CERTAIN, bound_of
-from pd_model.tokenizer import GUARD, Tokenizer, _written_bytes
+from pd_model.tokenizer import GUARD, Tokenizer
 
 PIECES = ["<|im_start|>", "<|im_end|>", " ", "a", "\x04", "é", "e\u0301", "日", "👍", GUARD]
 TEXTS = st.one_of(
@@ -70,9 +70,9 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 )
 def test_where_text_may_be_lost_nothing_is_certain(parts: dict[str, Any]) -> None:
     tree = {**json.loads(tiny_tokenizer().to_str()), **parts}
-    assert bound_of(json.dumps(tree), _written_bytes()) == NOTHING_CERTAIN
+    assert bound_of(json.dumps(tree), "byte-level") == NOTHING_CERTAIN
     assert NOTHING_CERTAIN.least_tokens("a" * 1000) == 0
-    assert bound_of(tiny_tokenizer().to_str(), _written_bytes()).least_tokens("a" * 1000) > 0
+    assert bound_of(tiny_tokenizer().to_str(), "byte-level").least_tokens("a" * 1000) > 0
 
 
 def test_the_fake_replaces_characters_so_nothing_is_certain_of_it() -> None:
