@@ -1,12 +1,13 @@
 """From a config to running, supervised actors, and the command line.
 
 config_file  one YAML file and the flags that override it
-sizes        pure: pool sizes, threads and cores of every worker
-machine      what this machine has: cores, memory
+sizes        pure: pool sizes, threads, cores and GPUs of every worker
+machine      what this machine has: cores, memory, GPUs
 model_size   what the model needs: bytes of a block, of the weights
 native_kernels  the kernels' library, built before the workers need it
 preflight    start-up checks, in clear sentences
 ray_runtime  a private Ray of our own: started, and gone without a trace
+ray_room     whether Ray has what the actors will ask for
 ray_watch    sees a process of Ray itself die; then the run ends at once
 orphans      whoever Ray leaves behind becomes our child, and can be ended
 seat         one place in the cluster that an actor fills, boot after boot
@@ -14,6 +15,7 @@ policy       pure: life of a seat: when to suspect, kill and start again
 keeper       feeds one seat's life with events and carries out its commands
 supervisor   all keepers; tells the router who is alive
 launch       Cluster: start and stop of the whole
+status       `kvrelay status`: a map of a running cluster
 up           one run of `kvrelay up`, from the first check until nothing is left
 cli          `kvrelay`: signals first (early_signals), then the commands (commands)
 """

@@ -1,8 +1,8 @@
 """The commands of `kvrelay`. What takes time to import is imported when it is needed.
 
-Exit status: 0 ended by Ctrl-C or SIGTERM and nothing is left; 1 it could not start or go on, or something could not be
-ended; 2 the command, the config, the path of the model or the machine is not right; 130 ended at once by a third
-Ctrl-C, by a second while Ray starts, or by one before anything was started.
+Exit status of `up`: 0 ended by Ctrl-C or SIGTERM and nothing is left; 1 it could not start or go on, or something
+could not be ended; 2 the command, the config, the path of the model or the machine is not right; 130 ended at once by a
+third Ctrl-C, or by one before anything was started.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 import click
 import platformdirs
 
+from cluster.bench_command import bench
 from cluster.config_file import load_config
-from pd_core.config import Config
+from pd_core.config import Config, RouterConfig
 from pd_core.errors import ConfigError, KvrelayError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 EXIT_FAILED = 1
 EXIT_WRONG = 2
+DEFAULTS = RouterConfig()
 QUESTION = "Why is the sky blue?"
 
 
@@ -45,6 +47,14 @@ def kvrelay() -> None:
 @click.option("--port", type=int, help="Port of the HTTP server; 0 takes any that is free. [default: 8000]")
 @click.option("--model", "model_path", help="Hugging Face folder or GGUF file. [default: the embedded SmolLM2-135M]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="[default: bfloat16]")
+@click.option("--prefill", "num_prefill", type=int, help="Prefill workers; 0: decode workers do both. [default: 1]")
+@click.option("--decode", "num_decode", type=int, help="Decode workers. [default: 1]")
+@click.option(
+    "--transfer", type=click.Choice(["auto", "shm", "tcp"]), help="How KV moves. [default: auto, the fastest]"
+)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="On cuda each worker has its own GPU. [default: cpu]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready, or for an error.")
 def up(
     config_file: Path | None,
@@ -52,12 +62,25 @@ def up(
     port: int | None,
     model_path: str | None,
     dtype: str | None,
+    num_prefill: int | None,
+    num_decode: int | None,
+    transfer: str | None,
+    device: str | None,
     as_json: bool,
 ) -> None:
     """Start a cluster on this machine and run it until Ctrl-C."""
     from cluster.preflight import check_all  # noqa: PLC0415
 
-    flags = {"router.host": host, "router.port": port, "model.path": model_path, "model.dtype": dtype}
+    flags = {
+        "router.host": host,
+        "router.port": port,
+        "model.path": model_path,
+        "model.dtype": dtype,
+        "model.device": device,
+        "prefill.num_workers": num_prefill,
+        "decode.num_workers": num_decode,
+        "transfer.path": transfer,
+    }
     try:
         config = load_config(config_file, flags)
         state_dir, cache_dir = make_state_dir(), platformdirs.user_cache_path("kvrelay")
@@ -65,6 +88,25 @@ def up(
         _run(config, state_dir, cache_dir, as_json)
     except KvrelayError as error:
         _fail(error, as_json)
+
+
+@kvrelay.command()
+@click.option("--url", default=f"http://{DEFAULTS.host}:{DEFAULTS.port}", show_default=True, help="Of the cluster.")
+@click.option("--json", "as_json", is_flag=True, help="Print all that the router says, as one JSON object.")
+def status(url: str, as_json: bool) -> None:
+    """Show a map of a running cluster: workers, load, pools. Exit status 1 when no request would be served."""
+    from cluster import status as cluster_map  # noqa: PLC0415
+
+    try:
+        body = cluster_map.read_status(url)
+        known = cluster_map.parse_status(url, body)
+    except KvrelayError as error:
+        _fail(error, as_json)
+    click.echo(cluster_map.as_json(url, body) if as_json else cluster_map.render(url, known), nl=False)
+    raise SystemExit(0 if known.ready else EXIT_FAILED)
+
+
+kvrelay.add_command(bench)
 
 
 def make_state_dir() -> Path:

@@ -18,16 +18,17 @@ from cluster.actors import ActorClasses
 from cluster.asking import sentence_of
 from cluster.log_files import LogFiles
 from cluster.machine import read_machine
-from cluster.model_size import measure_model
+from cluster.model_size import measure_model, with_setting
 from cluster.native_kernels import prepare_kernels
 from cluster.policy import SeatLimits, SeatState
+from cluster.ray_room import wait_for_gpus
 from cluster.router_seat import RouterSeat
 from cluster.seat import ActorSeat
-from cluster.sizes import WorkerPlan, plan_workers
+from cluster.sizes import WorkerPlan, plan_workers, sharing_note
 from cluster.supervisor import Supervisor
 from cluster.worker_seat import WorkerSeat
 from pd_core.config import Config
-from pd_core.errors import DeadlineExceeded, InvalidTransition, KvrelayError, Unavailable
+from pd_core.errors import DeadlineExceeded, InvalidTransition, KvrelayError, ModelError, Unavailable
 from pd_core.messages import WorkerEndpoint
 from pd_rpc.address import format_address
 
@@ -109,7 +110,13 @@ class Cluster:
         self._on_progress("looking at the model")
         model = await asyncio.to_thread(measure_model, config, self._cache_dir, self._on_model_progress)
         await asyncio.to_thread(prepare_kernels, config, self._cache_dir, self._on_progress)
-        plans = plan_workers(config, read_machine(), model)
+        machine = read_machine()
+        plans = plan_workers(config, machine, model)
+        note = sharing_note(machine.cores, len(plans))
+        if note is not None:
+            logger.warning(note)
+            self._on_progress(note)
+        await wait_for_gpus(sum(plan.num_gpus for plan in plans))
         self._make_seats(config, plans)
         assert self._router is not None  # noqa: S101 - narrows
         limits = self._limits or limits_of(config)
@@ -119,6 +126,9 @@ class Cluster:
         try:
             await self._supervisor.start(lambda name: self._on_progress(f"{name} is up"))
             await self._wait_ready()
+        except ModelError as error:
+            await self.kill()
+            raise with_setting(error, config) from error
         except RayError as error:
             await self.kill()
             raise Unavailable(f"the cluster did not start: {sentence_of(error)}") from error

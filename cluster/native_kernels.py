@@ -11,12 +11,13 @@ from pd_model.fake import FAKE_NAME
 
 
 def prepare_kernels(config: Config, cache_dir: Path, on_progress: Callable[[str], None]) -> None:
-    """Nothing to do for the fake model, for torch's kernels, or when the library is there already.
+    """Nothing to do for the fake model, on a GPU, for torch's kernels, or when the library is there already.
 
     Where it cannot be had, workers use torch's kernels and /ready says why.
     Raises NativeUnavailable when the config asks for the native kernels and for no others.
     """
-    if config.model.path == FAKE_NAME or config.model.kernels not in ("auto", "native"):
+    model = config.model
+    if model.path == FAKE_NAME or model.device != "cpu" or model.kernels not in ("auto", "native"):
         return
     try:
         if not library_path(cache_dir, find_compiler()).exists():

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.machine import count_gpus
+from cluster.sizes import check_gpus
 from pd_core.config import Config
 from pd_core.errors import ConfigError, ModelError
 from pd_model.fake import FAKE_NAME
@@ -19,6 +21,7 @@ FIRST_PARTY = (
     "cluster",
     "decode_worker",
     "kv_transport",
+    "load_tests",
     "pd_core",
     "pd_engine",
     "pd_model",
@@ -39,6 +42,8 @@ def check_all(config: Config, state_dir: Path) -> None:
     check_port(config.router.host, config.router.port)
     check_host(config.transfer.host, "transfer.host")
     check_disk(state_dir)
+    if config.model.device == "cuda":
+        check_gpus(config, count_gpus())
     check_model(config.model.path)
 
 

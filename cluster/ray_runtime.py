@@ -54,8 +54,10 @@ class RayRuntime:
         self._is_clustered = True
         self._watch: RayWatch | None = None
 
-    def start(self, num_actors: int, on_lost: Callable[[str], None] | None = None) -> None:
-        """Raises Unavailable when Ray is running in this process already, or will not start; ConfigError when
+    def start(self, num_actors: int, num_gpus: int, on_lost: Callable[[str], None] | None = None) -> None:
+        """num_gpus: how many Ray may give to actors, each to one alone.
+
+        Raises Unavailable when Ray is running in this process already, or will not start; ConfigError when
         its folder cannot be made.
 
         on_lost: told, in another thread, which of Ray's own processes died before `stop`. Ray's library is of no use
@@ -80,7 +82,7 @@ class RayRuntime:
                 address="local",
                 include_dashboard=False,
                 num_cpus=num_actors,  # Ray starts so many processes at once; actors themselves ask for no cpu
-                num_gpus=0,
+                num_gpus=num_gpus,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 configure_logging=False,

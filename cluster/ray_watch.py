@@ -1,7 +1,8 @@
 """Watches the processes that Ray itself consists of: without any one of them nothing of a cluster can go on.
 
-Ray's library would say nothing for a minute and then abort this process, so this is a thread of its own, which neither
-Ray nor a blocked event loop can hold up.
+RayStartWatch  while Ray starts: its library would try for half a minute to reach one that has died
+RayWatch       afterwards: the library would say nothing for a minute and then abort this process; so this is a thread
+               of its own, which neither Ray nor a blocked event loop can hold up
 """
 
 from __future__ import annotations
@@ -16,6 +17,23 @@ import psutil
 from pd_core.errors import Unavailable
 
 VITAL = ("gcs_server", "raylet")
+
+
+class RayStartWatch:
+    """Looks, as often as it is asked, at which of `names` have come and gone. They are children of this process."""
+
+    def __init__(self, names: tuple[str, ...] = VITAL) -> None:
+        self._names = names
+        self._known: dict[int, str] = {}
+
+    def find_dead(self) -> str | None:
+        """The name of one that was there at an earlier call and has ended; None while there is none."""
+        alive = {child.pid: name for child in psutil.Process().children() if (name := _name_if_alive(child))}
+        for pid, name in self._known.items():
+            if pid not in alive:
+                return name
+        self._known |= {pid: name for pid, name in alive.items() if name in self._names}
+        return None
 
 
 class RayWatch:
@@ -48,6 +66,14 @@ class RayWatch:
         ended = [descriptor for descriptor, _ in poller.poll()]
         if self._closing not in ended:
             self._on_lost(self._names[ended[0]])
+
+
+def _name_if_alive(process: psutil.Process) -> str | None:
+    """An ended process keeps its name until its parent has looked at it."""
+    try:
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.name())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _open_child(name: str) -> int:

@@ -25,7 +25,7 @@ class RouterSeat(ActorSeat):
     """`address` is the HTTP host and port; None before the first start. A port it chose itself is kept over boots."""
 
     def __init__(self, config: Config, actor_class: Any, secret: bytes, cache_dir: Path, log_path: Path | None) -> None:
-        super().__init__("router", actor_class, log_path)
+        super().__init__("router", actor_class, log_path, num_gpus=0)
         self.address: tuple[str, int] | None = None
         self._config = config
         self._secret = secret

@@ -62,10 +62,14 @@ class Seat(Protocol):
 
 
 class ActorSeat:
-    """What router and workers share: an actor without restarts and retries of Ray's own."""
+    """What router and workers share: an actor without restarts and retries of Ray's own.
 
-    def __init__(self, name: str, actor_class: Any, log_path: Path | None) -> None:
+    num_gpus: devices that each boot has for itself
+    """
+
+    def __init__(self, name: str, actor_class: Any, log_path: Path | None, num_gpus: int) -> None:
         self.name = name
+        self.num_gpus = num_gpus
         self.incarnation = ""
         self._log_path = None if log_path is None else str(log_path)
         self._actor_class = actor_class
@@ -110,9 +114,10 @@ class ActorSeat:
 
     async def _create(self, *arguments: object) -> Any:
         """Makes the boot's actor and learns its pid."""
-        # No cpu is asked for: an actor that waits for a resource which does not exist waits for ever.
+        # No cpu is asked for: an actor that waits for a resource which does not exist waits for ever. That there are
+        # GPUs enough has been checked.
         wrapped = self._actor_class if isinstance(self._actor_class, ActorClass) else ray.remote(self._actor_class)
-        options = wrapped.options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        options = wrapped.options(num_cpus=0, num_gpus=self.num_gpus, max_restarts=0, max_task_retries=0)
         actor = self._actor = options.remote(*arguments)
         pid = await ask(actor.__ray_call__.remote(_own_pid), START_DEADLINE_S, f"the constructor of {self.name}")
         self._process = ProcessHandle(pid)

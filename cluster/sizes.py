@@ -1,4 +1,4 @@
-"""Pool sizes, threads and cores of every worker, from the config, the machine and the model. Pure.
+"""Pool sizes, threads, cores and GPUs of every worker, from the config, the machine and the model. Pure.
 
 Default pools are modest: room for four sequences of full context, or an equal share of half of the memory that is
 left when every worker has its weights, whichever is less. Memory of a pool is taken from the machine only as blocks
@@ -43,25 +43,58 @@ class ModelSize(msgspec.Struct, frozen=True):
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """One worker to start. config: the whole tree, with its own role's num_blocks and num_threads filled in."""
+    """One worker to start.
+
+    config:   the whole tree, with its own role's num_blocks and num_threads filled in
+    num_gpus: how many it has for itself; Ray picks which, and shows the worker no others
+    """
 
     name: str
     role: Role
     cores: list[int]
+    num_gpus: int
     config: Config
 
 
 def plan_workers(config: Config, machine: Machine, model: ModelSize) -> list[WorkerPlan]:
     """All workers of the cluster, prefill first. Raises ConfigError, naming the field, when memory does not suffice."""
-    roles = _roles(config)
+    names = _names(config)
     config = fill_pool_sizes(config, machine, model)
     plans = []
-    for (name, role), cores in zip(roles, share_cores(machine.cores, len(roles)), strict=True):
+    for (name, role), cores in zip(names, share_cores(machine.cores, len(names)), strict=True):
         section = config.prefill if role == "prefill" else config.decode
         threads = section.num_threads if section.num_threads is not None else len(cores)
         own = msgspec.structs.replace(config, **{role: msgspec.structs.replace(section, num_threads=threads)})
-        plans.append(WorkerPlan(name, role, cores, own))
+        plans.append(WorkerPlan(name, role, cores, gpus_for(config, 1), own))
     return plans
+
+
+def num_workers_of(config: Config) -> int:
+    """Of both roles."""
+    return config.prefill.num_workers + config.decode.num_workers
+
+
+def gpus_for(config: Config, num_workers: int) -> int:
+    """GPUs that so many workers take: one each, so that no two ever share a device; none on the cpu."""
+    return num_workers if config.model.device == "cuda" else 0
+
+
+def check_gpus(config: Config, num_visible: int) -> None:
+    """Raises ConfigError when there are fewer GPUs than workers that need one."""
+    needed = gpus_for(config, num_workers_of(config))
+    if needed > num_visible:
+        raise ConfigError(
+            f"model.device cuda: {needed} workers need a GPU each, and {num_visible} can be seen here. Start fewer "
+            f"workers, take --device cpu, or look at CUDA_VISIBLE_DEVICES and the driver",
+            param="model.device",
+        )
+
+
+def sharing_note(cores: Sequence[int], num_workers: int) -> str | None:
+    """A sentence for who starts more workers than there are cores; None when each has one of its own."""
+    if len(cores) >= num_workers:
+        return None
+    return f"{num_workers} workers share {len(cores)} core{'s' * (len(cores) != 1)}: they compute in turns"
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[list[int]]:
@@ -81,13 +114,16 @@ def share_cores(cores: Sequence[int], num_workers: int) -> list[list[int]]:
 
 
 def fill_pool_sizes(config: Config, machine: Machine, model: ModelSize) -> Config:
-    """The config with both num_blocks set. Raises ConfigError, naming the field, when the pools do not fit."""
-    num_workers = config.prefill.num_workers + config.decode.num_workers
+    """The config with num_blocks of every role that has workers set.
+
+    Raises ConfigError, naming the field, when the pools do not fit.
+    """
+    num_workers = num_workers_of(config)
     for_pools = machine.available_bytes - num_workers * (model.weights_bytes + WORKER_BYTES)
     share_blocks = max(for_pools, 0) // 2 // num_workers // model.block_bytes
     whole_blocks = -(-model.context_tokens // BLOCK_TOKENS) * DEFAULT_CONTEXTS
     default = min(whole_blocks, share_blocks)
-    for role in ("prefill", "decode"):
+    for role in _roles_of(config):
         section = getattr(config, role)
         if section.num_blocks is None:
             if default < min(MIN_DEFAULT_BLOCKS, whole_blocks):
@@ -98,21 +134,24 @@ def fill_pool_sizes(config: Config, machine: Machine, model: ModelSize) -> Confi
     return config
 
 
-def _roles(config: Config) -> list[tuple[str, Role]]:
-    prefill: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(config.prefill.num_workers)]
-    decode: list[tuple[str, Role]] = [(f"decode-{i}", "decode") for i in range(config.decode.num_workers)]
-    return prefill + decode
+def _roles_of(config: Config) -> list[Role]:
+    """The roles that have workers."""
+    return ["prefill", "decode"] if config.prefill.num_workers else ["decode"]
+
+
+def _names(config: Config) -> list[tuple[str, Role]]:
+    return [(f"{role}-{i}", role) for role in _roles_of(config) for i in range(getattr(config, role).num_workers)]
 
 
 def _check_fit(config: Config, for_pools: int, machine: Machine, model: ModelSize) -> None:
-    wanted = {
-        role: (section.num_blocks or 0) * section.num_workers * model.block_bytes
-        for role, section in (("prefill", config.prefill), ("decode", config.decode))
-    }
+    sections = {role: getattr(config, role) for role in _roles_of(config)}
+    wanted = {role: section.num_blocks * section.num_workers * model.block_bytes for role, section in sections.items()}
     if sum(wanted.values()) <= for_pools:
         return
     larger = max(wanted, key=lambda role: wanted[role])
-    sizes = ", ".join(f"{role}.num_blocks {getattr(config, role).num_blocks}" for role in wanted)
+    sizes = ", ".join(
+        f"{role}.num_blocks {section.num_blocks} x {section.num_workers}" for role, section in sections.items()
+    )
     raise ConfigError(
         f"{larger}.num_blocks: the pools ({sizes}, {_mib(model.block_bytes)} a block) need "
         f"{_mib(sum(wanted.values()))}; {_mib(max(for_pools, 0))} of {_mib(machine.available_bytes)} are free for "

@@ -18,12 +18,17 @@ from cluster.model_size import measure_model
 from cluster.orphans import kill_all_descendants
 from cluster.progress import Progress
 from cluster.ray_runtime import RayRuntime
+from cluster.ray_watch import RayStartWatch
+from cluster.sizes import gpus_for, num_workers_of
 from cluster.stop_signals import StopSignals
 from pd_core.config import Config
 from pd_core.errors import Cancelled, KvrelayError, Unavailable, WorkerLost
 from pd_rpc.tasks import BackgroundTasks
 
 SIGNAL_POLL_S = 0.05
+RAY_POLL_S = 0.25
+CONVERSION_END_S = 5.0
+"""How long the conversion of a model may take to clear up after itself."""
 SHUTDOWN_S = 8.0
 FORCED_EXIT = 130
 LOST_EXIT = 1
@@ -53,7 +58,7 @@ class Up:
         self._on_lost = on_lost
         self._runtime = RayRuntime(state_dir)
         self._is_over = False
-        self._num_actors = 1 + config.prefill.num_workers + config.decode.num_workers
+        self._num_actors = 1 + num_workers_of(config)
 
     @property
     def num_steps(self) -> int:
@@ -122,13 +127,24 @@ class Up:
     async def _prepare(self, stops: StopSignals, progress: Progress) -> None:
         """Ray takes seconds to start; the model is opened, and converted the first time, meanwhile."""
         progress("starting Ray")
-        started = asyncio.ensure_future(asyncio.to_thread(self._runtime.start, self._num_actors, self._leave_lost))
+        num_gpus = gpus_for(self._config, num_workers_of(self._config))
+        started = asyncio.ensure_future(
+            asyncio.to_thread(self._runtime.start, self._num_actors, num_gpus, self._leave_lost)
+        )
         opened = asyncio.ensure_future(asyncio.to_thread(self._open_model, stops, progress))
         opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # Ray's failure may come first
+        ray, look_s = RayStartWatch(), 0.0
         while not started.done():
             stops.install()  # Ray takes SIGTERM for itself while it starts, and would abort
-            if stops.second.is_set():
-                self._leave_at_once()  # nothing can stop Ray's start, and nobody is served yet
+            if stops.first.is_set():
+                # Nothing can stop Ray's start, and nobody is served yet: its processes are ended, and this one.
+                await asyncio.wait([opened], timeout=CONVERSION_END_S)
+                self._leave_at_once(0)
+            if time.monotonic() >= look_s:
+                look_s = time.monotonic() + RAY_POLL_S
+                dead = ray.find_dead()
+                if dead is not None:
+                    self._leave_lost(dead)
             await asyncio.wait([started], timeout=SIGNAL_POLL_S)
         stops.install()
         await started
@@ -145,10 +161,10 @@ class Up:
 
         measure_model(self._config, self._cache_dir, on_progress)
 
-    def _leave_at_once(self) -> NoReturn:
+    def _leave_at_once(self, status: int = FORCED_EXIT) -> NoReturn:
         kill_all_descendants()
         self._runtime.remove_files()
-        os._exit(FORCED_EXIT)
+        os._exit(status)
 
     def _leave_lost(self, name: str) -> NoReturn:
         """Nothing is unwound: every call into a Ray without its processes may hang, or abort us."""

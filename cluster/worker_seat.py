@@ -26,7 +26,7 @@ class WorkerSeat(ActorSeat):
     def __init__(
         self, plan: WorkerPlan, actor_class: Any, secret: bytes, cache_dir: Path, log_path: Path | None
     ) -> None:
-        super().__init__(plan.name, actor_class, log_path)
+        super().__init__(plan.name, actor_class, log_path, plan.num_gpus)
         self.endpoint: WorkerEndpoint | None = None
         self._plan = plan
         self._secret = secret

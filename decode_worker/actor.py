@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from decode_worker.worker import DecodeWorker
 from kv_transport.interface import BlockReceiver
-from kv_transport.tcp_receiver import TcpBlockReceiver
+from kv_transport.receiver import PathListener, PoolReceiver
+from kv_transport.shm_receiver import ShmListener
+from kv_transport.tcp_receiver import TcpListener
 from pd_core.engine import Engine
 from pd_core.memory import BlockMemory
 from pd_rpc.wire import PeerIdentity
@@ -27,4 +29,11 @@ class DecodeActor(WorkerActor):
         )
 
     def _receiver(self, memory: BlockMemory, identity: PeerIdentity) -> BlockReceiver:
-        return TcpBlockReceiver(memory, identity, self.secret, host=self.config.transfer.host)
+        """Over the paths that the config allows, best first."""
+        transfer = self.config.transfer
+        listeners: list[PathListener] = []
+        if transfer.path in ("auto", "shm"):
+            listeners.append(ShmListener(memory, identity, self.secret))
+        if transfer.path in ("auto", "tcp"):
+            listeners.append(TcpListener(memory, identity, self.secret, host=transfer.host))
+        return PoolReceiver(memory, listeners)

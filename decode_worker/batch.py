@@ -1,50 +1,59 @@
-"""The loop of engine steps over all sequences whose KV is here. Carries out what policy says."""
+"""The loop of engine steps: what the roster plans is run, what it brings goes out. Decides nothing itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 
-from decode_worker.policy import next_batch
+from decode_worker.life import Phase
+from decode_worker.roster import PlannedPart, Roster, Work
 from decode_worker.sequence import DecodeSequence
-from pd_core.errors import Cancelled, EngineError, KvrelayError
+from pd_core.errors import EngineError
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
+from pd_worker.outbox import let_messages_out
+from pd_worker.step_run import PartDone, PartOutcome, StepPart, StepRunner
 
 _log = logging.getLogger(__name__)
 
 
 class DecodeBatch:
-    """Sequences that run, in order of joining. Belongs to the event loop.
+    """Sequences whose KV is here, or made here. Belongs to the event loop.
 
-    on_left: called once for each sequence that has joined, when it is over and no engine step uses its blocks
+    on_left: called once for each sequence that has joined, when it is over and has left the roster: no engine step
+             uses its blocks, and they are free
+    on_room: called when fewer wait or compute their prompts than before, so that a new one may be let in
     """
 
     def __init__(
         self,
+        roster: Roster,
         engine_thread: EngineThread,
         counters: Counters,
-        max_batch: int,
+        *,
         on_left: Callable[[DecodeSequence], None],
+        on_room: Callable[[], None],
     ) -> None:
-        self._engine_thread = engine_thread
+        self._roster = roster
+        self._runner = StepRunner(engine_thread)
         self._counters = counters
-        self._max_batch = max_batch
         self._on_left = on_left
-        self._running: list[DecodeSequence] = []
-        self._stepping: list[DecodeSequence] = []
-        self._is_step_unwanted = threading.Event()
+        self._on_room = on_room
+        self._num_beginning = 0
+        self._loop = asyncio.get_running_loop()
+        self._sequences: dict[str, DecodeSequence] = {}
+        self._stepping: frozenset[str] = frozenset()
         self._news = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._running)
-
     def join(self, sequence: DecodeSequence) -> None:
-        """Takes part from the next step on."""
-        self._running.append(sequence)
+        """Takes part from the next step on; the roster has it already."""
+        self._sequences[sequence.holder] = sequence
+        self.wake()
+
+    def wake(self) -> None:
+        """Blocks may have come free: who waits for some is looked at again."""
         self._news.set()
 
     def sweep(self) -> None:
@@ -52,71 +61,82 @@ class DecodeBatch:
 
         A step that nobody wants any more is cancelled.
         """
-        for sequence in [sequence for sequence in self._running if sequence.is_over]:
-            if sequence not in self._stepping:
-                self._running.remove(sequence)
-                self._on_left(sequence)
-        if self._stepping and all(sequence.is_over for sequence in self._stepping):
-            self._is_step_unwanted.set()
+        for name in [name for name, sequence in self._sequences.items() if sequence.is_over]:
+            if name not in self._stepping:
+                self._roster.leave(name)
+                self._on_left(self._sequences.pop(name))
+                self.wake()
+        self._runner.reconsider()
 
     async def run(self) -> None:
         """Steps for ever; ends by cancellation, and then no step is under way."""
         while True:
+            await let_messages_out()
             self._news.clear()
-            self._stepping = next_batch(self._running, self._max_batch)
-            if not self._stepping:
+            parts = self._plan()
+            if not parts:
                 await self._news.wait()
                 continue
-            self._is_step_unwanted.clear()
+            self._stepping = frozenset(part.name for part in parts)
             try:
-                await self._step()
+                await self._step(parts)
             finally:
-                self._stepping = []
+                self._stepping = frozenset()
                 self.sweep()
 
-    async def _step(self) -> None:
-        steps = [sequence.next_step() for sequence in self._stepping]
-        try:
-            tokens = await self._engine_thread.step(steps, self._is_step_unwanted.is_set)
-        except Cancelled:
-            return  # nobody wanted it; had somebody, the next step would be the same again
-        except EngineError as error:
-            if len(self._stepping) == 1:
-                self._fail(self._stepping[0], error)
-            else:
-                await self._step_one_by_one()
-            return
-        for sequence, token in zip(self._stepping, tokens, strict=True):
-            self._take(sequence, token)
+    def _plan(self) -> list[PlannedPart]:
+        plan = self._roster.plan(self._loop.time())
+        for name in plan.preempted:
+            self._counters.add("preemptions_total")
+            sequence = self._sequences[name]
+            _log.info("preempted after %d tokens", sequence.num_made, extra=_extra(sequence))
+            sequence.preempted()
+        num_before, self._num_beginning = self._num_beginning, self._roster.count(Phase.WAITING, Phase.COMPUTING)
+        if self._num_beginning < num_before:
+            self._on_room()
+        return plan.parts
 
-    async def _step_one_by_one(self) -> None:
-        """Once after a failed step: whose share fails alone too ends; the others' tokens are what they were to be,
-        because a sequence's result does not depend on the rest of its step."""
-        for sequence in self._stepping:
-            if sequence.is_over:
-                continue
-            try:
-                [token] = await self._engine_thread.step([sequence.next_step()], partial(_is_over, sequence))
-            except Cancelled:
-                continue
-            except EngineError as error:
-                self._fail(sequence, error)
-            else:
-                self._take(sequence, token)
+    async def _step(self, parts: list[PlannedPart]) -> None:
+        sequences = [self._sequences[part.name] for part in parts]
+        steps = [self._step_part(part, sequence) for part, sequence in zip(parts, sequences, strict=True)]
+        outcomes = await self._runner.run(steps)
+        for part, sequence, outcome in zip(parts, sequences, outcomes, strict=True):
+            self._take(part, sequence, outcome)
 
-    def _take(self, sequence: DecodeSequence, token: int | None) -> None:
-        if sequence.is_over:
-            return
+    def _step_part(self, part: PlannedPart, sequence: DecodeSequence) -> StepPart:
+        step = sequence.step_for(part, self._roster.table(part.name))
+        return StepPart(step, partial(_is_over, sequence), adopt=sequence.foreign)
+
+    def _take(self, part: PlannedPart, sequence: DecodeSequence, outcome: PartOutcome) -> None:
+        match outcome:
+            case PartDone(token=token, ended_s=ended_s):
+                sequence.foreign = []
+                self._count(self._roster.computed(part, ended_s))
+                if part.draws and not sequence.is_over:
+                    self._drew(sequence, token)
+            case None:
+                return  # nobody wanted it; had somebody, the next step would be the same again
+            case error:
+                _log.error("decode step failed: %s", error, extra=_extra(sequence))
+                sequence.end(error)
+
+    def _count(self, work: Work | None) -> None:
+        if work is not None:
+            self._counters.add("local_prefill_tokens_total", work.num_new)
+            self._counters.add("recomputed_tokens_total", work.num_again)
+
+    def _drew(self, sequence: DecodeSequence, token: int | None) -> None:
         if token is None:
             sequence.end(EngineError(f"the engine drew no token for {sequence.request.request_id}"))
             return
         self._counters.add("decode_tokens_total")
+        self._roster.drew(sequence.holder)
         sequence.take(token)
-
-    def _fail(self, sequence: DecodeSequence, error: KvrelayError) -> None:
-        _log.error("decode step failed: %s", error, extra={"request_id": sequence.request.request_id})
-        sequence.end(error)
 
 
 def _is_over(sequence: DecodeSequence) -> bool:
     return sequence.is_over
+
+
+def _extra(sequence: DecodeSequence) -> dict[str, object]:
+    return {"request_id": sequence.request.request_id, "attempt": sequence.attempt}

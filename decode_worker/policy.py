@@ -1,7 +1,9 @@
-"""What a decode worker admits and what it runs next. Pure.
+"""What a decode worker admits, whom it preempts, and what it runs next. Pure.
 
-A request gets all the room that it can ever need when it is admitted: a running sequence never has to grow, so nobody
-can wait for blocks while holding some, and nobody has to be preempted.
+A request is admitted when there is room for its prompt and for some growth of everybody who is here. What runs grows
+block by block. One that cannot grow takes the blocks of the youngest, which may be itself; who was preempted goes on
+later, ahead of everybody who is not here yet. So nobody waits for blocks while holding some, and the oldest gets
+through.
 
     positions:  0 ........ num_prompt - 1 | num_prompt ........ num_prompt + max_tokens - 2 |
                 |-- KV from the prefill --|------------ KV written by decode steps ---------|
@@ -10,32 +12,20 @@ can wait for blocks while holding some, and nobody has to be preempted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
-import msgspec
-
+from decode_worker.life import Phase, SequenceLife
 from pd_core.errors import ContextLengthExceeded
-from pd_core.layout import BLOCK_TOKENS, blocks_for
+from pd_core.layout import BLOCK_TOKENS
+from pd_worker.policy import PromptWork, Share, next_shares
 
-T = TypeVar("T")
-
-
-class Room(msgspec.Struct, frozen=True):
-    """Blocks for one request: those that the prefill fills, and those for the tokens after it."""
-
-    num_prompt_blocks: int
-    num_head_room_blocks: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_prompt_blocks + self.num_head_room_blocks
+GROWTH_BLOCKS = 2
+"""Room that is left for each sequence when another one comes: it grows that far without preempting anybody."""
 
 
-def room_for(num_prompt: int, max_tokens: int) -> Room:
-    """All blocks that the request can ever touch."""
-    num_prompt_blocks = blocks_for(num_prompt)
-    return Room(num_prompt_blocks, blocks_for(num_prompt + max_tokens - 1) - num_prompt_blocks)
+def most_positions(num_prompt: int, max_tokens: int) -> int:
+    """Positions whose KV the request can ever need."""
+    return num_prompt + max_tokens - 1
 
 
 def check_fits(num_prompt: int, max_tokens: int, context_tokens: int, num_pool_blocks: int) -> None:
@@ -53,6 +43,40 @@ def check_fits(num_prompt: int, max_tokens: int, context_tokens: int, num_pool_b
     )
 
 
-def next_batch(running: Sequence[T], max_batch: int) -> list[T]:
-    """Who takes part in the next step: the oldest, as many as one step takes. `running` is in order of joining."""
-    return list(running[:max_batch])
+def blocks_to_begin(newcomer: SequenceLife, others: Iterable[SequenceLife]) -> int:
+    """Free blocks at which `newcomer` may begin beside the `others` that hold some: its tokens', and growth for all.
+
+    One alone needs no more than it can ever use, so it always finds room in an empty pool.
+    """
+    growing = [newcomer, *others]
+    return newcomer.num_blocks_due + sum(min(GROWTH_BLOCKS, life.num_blocks_to_grow) for life in growing)
+
+
+def next_batch(lives: Sequence[SequenceLife], max_batch: int) -> list[SequenceLife]:
+    """Who decodes in the next step: the oldest of those that run, as many as one step takes. `lives`: oldest first."""
+    return [life for life in lives if life.phase is Phase.RUNNING][:max_batch]
+
+
+def youngest_to_preempt(lives: Sequence[SequenceLife]) -> SequenceLife | None:
+    """The youngest that holds blocks of its own. `lives`: oldest first."""
+    return next((life for life in reversed(lives) if life.holds_blocks), None)
+
+
+def prompt_shares(
+    lives: Sequence[SequenceLife], now_s: float, chunk_tokens: int, ageing_tokens_per_s: float
+) -> list[Share]:
+    """Whose chunks are mixed into the next step: of those that were preempted first, of new prompts where room is left.
+
+    `lives` compute, oldest first; a share's index is the place in it. All shares together are at most `chunk_tokens`.
+    """
+    shares: list[Share] = []
+    for is_recomputed in (True, False):
+        group = [index for index, life in enumerate(lives) if life.is_recomputed is is_recomputed]
+        works = [
+            PromptWork(lives[index].num_computed, lives[index].num_tokens, now_s - lives[index].waits_since_s)
+            for index in group
+        ]
+        left = chunk_tokens - sum(share.num_tokens for share in shares)
+        chosen = next_shares(works, chunk_tokens, left, ageing_tokens_per_s)
+        shares += [Share(group[share.index], share.start, share.end) for share in chosen]
+    return shares

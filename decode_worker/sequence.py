@@ -1,27 +1,30 @@
-"""One request on a decode worker, and its exact place in the KV."""
+"""One request on a decode worker: its tokens, and what its router is told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from decode_worker.roster import PlannedPart
 from pd_core.engine import SequenceStep
 from pd_core.errors import KvrelayError
-from pd_core.messages import TokenMade
-from pd_core.request import GenerateRequest, finish_after
-from pd_core.ticket import FirstToken
+from pd_core.messages import Preempted, TokenMade
+from pd_core.request import GenerateRequest, continue_request, finish_after
 from pd_worker.incoming import IncomingHandoff
 from pd_worker.outbox import Outbox
 
 
 def holder_name(request_id: str, attempt: int) -> str:
-    """What a placement of a request is called in the ledger."""
+    """What a placement of a request is called in ledger and roster."""
     return f"{request_id}/{attempt}"
 
 
 class DecodeSequence:
-    """A request from its reservation to its last token.
+    """A request from its admission to its last token.
 
-    holder:   its name in the ledger
-    handoff:  how its KV comes in; set right after the reservation
-    table:    its block table, set when the handoff is committed
+    request: what is still to be made; after a preemption the continuation of what was asked for
+    holder:  its name in ledger and roster
+    handoff: how its KV comes in; set right after the reservation, None when its prompt is computed here
+    foreign: blocks with KV that somebody else wrote, which the engine has not adopted yet
     num_made: tokens made so far, the prefill's one among them
     """
 
@@ -31,41 +34,39 @@ class DecodeSequence:
         self.outbox = outbox
         self.holder = holder_name(request.request_id, attempt)
         self.handoff: IncomingHandoff | None = None
-        self.table: list[int] = []
+        self.foreign: list[int] = []
         self.num_made = 0
-        self._last_token = 0
+        self._made: list[int] = []  # since the last preemption
 
     @property
     def is_over(self) -> bool:
         return self.outbox.is_over
 
-    @property
-    def has_begun(self) -> bool:
-        """Its KV is here, and the first token was not the last."""
-        return self.num_made > 0
-
-    def begin(self, first: FirstToken, table: list[int]) -> None:
-        """The prompt's KV is in the first blocks of `table`; `first` is the token after it, whose KV is not made."""
-        self.table = table
-        self.take(first.token)
-
-    def next_step(self) -> SequenceStep:
-        """Runs the last token, whose KV is missing, and draws the one after it."""
-        return SequenceStep(
-            tokens=[self._last_token],
-            start=len(self.request.tokens) + self.num_made - 1,
-            block_ids=self.table,
-            sample=self.request.sampling,
-        )
+    def step_for(self, part: PlannedPart, table: Sequence[int]) -> SequenceStep:
+        """Its share of an engine step: a chunk of the prompt, or the last token, whose KV is missing."""
+        num_prompt = len(self.request.tokens)
+        tokens = self.request.tokens[part.start : part.end]
+        if part.start >= num_prompt:
+            tokens = self._made[part.start - num_prompt : part.end - num_prompt]
+        return SequenceStep(tokens, part.start, table, self.request.sampling if part.draws else None)
 
     def take(self, token: int) -> None:
         """Sends the token on. The sequence is over after its last one, or when the router reads too slowly."""
-        index = self.request.first_index + self.num_made
+        index = self.request.first_index + len(self._made)
+        self._made.append(token)
         self.num_made += 1
-        self._last_token = token
-        finish = finish_after(self.request, token, self.num_made)
+        finish = finish_after(self.request, token, len(self._made))
         error = self.outbox.try_put(TokenMade(index, token, finish))
         if error is not None or finish is not None:
+            self.end(error)
+
+    def preempted(self) -> None:
+        """Its blocks are gone; it goes on by computing all its tokens again."""
+        self.request = continue_request(self.request, self._made)
+        self._made = []
+        self.foreign = []
+        error = self.outbox.try_put(Preempted(self.num_made))
+        if error is not None:
             self.end(error)
 
     def end(self, error: KvrelayError | None) -> None:

@@ -1,7 +1,8 @@
-"""The decode role's calls: admit, take KV in, hand tokens out, give everything back."""
+"""The decode role's calls: admit, take KV in or make it here, hand tokens out, give everything back."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -9,32 +10,18 @@ from functools import partial
 import msgspec
 
 from decode_worker.batch import DecodeBatch
-from decode_worker.policy import check_fits, room_for
+from decode_worker.handoff_calls import HandoffCalls
+from decode_worker.life import Phase
+from decode_worker.policy import check_fits, most_positions
+from decode_worker.roster import Roster
 from decode_worker.sequence import DecodeSequence, holder_name
 from kv_transport.interface import BlockReceiver
-from pd_core.config import Config
+from pd_core.config import Config, prompt_chunk_tokens
 from pd_core.engine import Engine
-from pd_core.errors import (
-    Cancelled,
-    InvalidRequest,
-    InvalidTransition,
-    KvrelayError,
-    Overloaded,
-    ProtocolError,
-    TransferError,
-    WorkerLost,
-)
+from pd_core.errors import Cancelled, InvalidRequest, InvalidTransition, KvrelayError, WorkerLost
 from pd_core.memory import BlockMemory
-from pd_core.messages import (
-    AbandonPrefill,
-    FinishPrefill,
-    HandoffVerdict,
-    LeaseHeld,
-    RenewLease,
-    StartDecode,
-    TicketGranted,
-    WorkerEndpoint,
-)
+from pd_core.messages import PromptAdmitted, StartBoth, StartDecode, TicketGranted, WorkerEndpoint
+from pd_core.request import GenerateRequest
 from pd_core.ticket import FirstToken
 from pd_rpc.server import CallContext
 from pd_rpc.tasks import BackgroundTasks
@@ -44,8 +31,6 @@ from pd_worker.outbox import Outbox
 from pd_worker.shell import WorkerShell, log_extra
 
 _log = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1.0
 
 ReceiverFactory = Callable[[BlockMemory, PeerIdentity], BlockReceiver]
 """Makes the receiving side of the pool; not started yet."""
@@ -65,7 +50,7 @@ class DecodeWorker:
         memory: BlockMemory,
         transport: ReceiverFactory,
     ) -> None:
-        self._shell = WorkerShell(
+        shell = self._shell = WorkerShell(
             name=name,
             role="decode",
             incarnation=incarnation,
@@ -74,39 +59,43 @@ class DecodeWorker:
             engine=engine,
             memory=memory,
         )
-        shell = self._shell
         self._config = config.decode
         self._receiver = transport(memory, shell.identity)
         self._handoffs = IncomingHandoffs(
             shell.ledger, self._receiver, memory.block_bytes, config.transfer.lease_s, shell.counters, shell.fail
         )
-        self._batch = DecodeBatch(shell.engine_thread, shell.counters, self._config.max_batch, self._left)
+        self._roster = Roster(
+            shell.ledger, config.decode.max_batch, prompt_chunk_tokens(config), config.prefill.ageing_tokens_per_s
+        )
+        self._batch = DecodeBatch(
+            self._roster, shell.engine_thread, shell.counters, on_left=self._left, on_room=shell.room.freed
+        )
         self._sequences: dict[str, DecodeSequence] = {}
         self._tasks = BackgroundTasks(shell.fail)
 
     @property
     def num_running(self) -> int:
-        return len(self._batch)
+        return self._roster.count(Phase.COMPUTING, Phase.RUNNING)
 
     @property
     def num_waiting(self) -> int:
-        return self._handoffs.num_open
+        return self._handoffs.num_open + self._roster.count(Phase.WAITING)
 
     @property
     def shell(self) -> WorkerShell:
         return self._shell
 
+    @property
+    def roster(self) -> Roster:
+        """Who is here; for tests and for /debug."""
+        return self._roster
+
     async def start(self) -> WorkerEndpoint:
         """Starts everything. Raises ConfigError or OSError when it cannot listen."""
         await self._receiver.start()
+        calls = HandoffCalls(self._handoffs, self._request_of, self._shell.engine.vocab_size)
         endpoint = await self._shell.start(
-            self,
-            {
-                StartDecode: self._start_decode,
-                RenewLease: self._renew_lease,
-                FinishPrefill: self._finish_prefill,
-                AbandonPrefill: self._abandon_prefill,
-            },
+            self, {StartDecode: self._start_decode, StartBoth: self._start_both, **calls.handlers}
         )
         self._handoffs.control_host, self._handoffs.control_port = endpoint.host, endpoint.port
         self._tasks.start(self._batch.run(), "decode-batch")
@@ -134,69 +123,84 @@ class DecodeWorker:
         for sequence in list(self._sequences.values()):
             self._end(sequence, error)
 
+    # the router's calls
+
     async def _start_decode(self, body: StartDecode, _: CallContext) -> AsyncIterator[msgspec.Struct]:
-        sequence, handoff = self._admit(body)
+        sequence, handoff = self._admit_for_handoff(body)
         try:
             yield TicketGranted(handoff.ticket)
             async for message in sequence.outbox:
                 yield message
         finally:
-            if not sequence.is_over:
-                # Before the commit the prefill worker counts: it alone knows whether its token was the last.
-                if sequence.has_begun:
-                    self._shell.counters.add("requests_cancelled_total")
-                self._end(sequence, Cancelled("the router has left"))
+            # Before the commit the prefill worker counts: it alone knows whether its token was the last.
+            self._router_left(sequence, is_ours_to_count=sequence.num_made > 0)
 
-    async def _renew_lease(self, body: RenewLease, _: CallContext) -> AsyncIterator[LeaseHeld]:
-        self._handoffs.find(body.ref).renew()
-        yield LeaseHeld()
+    async def _start_both(self, body: StartBoth, _: CallContext) -> AsyncIterator[msgspec.Struct]:
+        sequence = self._admit_prompt(body)
+        try:
+            yield PromptAdmitted()
+            async for message in sequence.outbox:
+                yield message
+        finally:
+            self._router_left(sequence, is_ours_to_count=True)
 
-    async def _finish_prefill(self, body: FinishPrefill, _: CallContext) -> AsyncIterator[HandoffVerdict]:
-        handoff = self._handoffs.find(body.ref)
-        self._check_first_token(handoff, body.first_token)
-        yield HandoffVerdict(await handoff.finish(body.first_token))
-
-    async def _abandon_prefill(self, body: AbandonPrefill, _: CallContext) -> AsyncIterator[LeaseHeld]:
-        self._handoffs.find(body.ref).give_up(TransferError(f"the prefill worker gave up: {body.reason}"))
-        yield LeaseHeld()
-
-    def _admit(self, body: StartDecode) -> tuple[DecodeSequence, IncomingHandoff]:
-        """Takes all the room that the request can ever need, or raises and takes nothing."""
+    def _admit_for_handoff(self, body: StartDecode) -> tuple[DecodeSequence, IncomingHandoff]:
+        """Reserves the prompt's blocks, or raises and takes nothing."""
         shell, request = self._shell, body.request
-        shell.check_request(request)
-        num_prompt = len(request.tokens)
-        check_fits(num_prompt, request.max_tokens, shell.engine.context_tokens, shell.ledger.num_blocks)
-        sequence = DecodeSequence(request, body.attempt, Outbox())
-        if sequence.holder in shell.requests:
-            raise InvalidRequest(f"attempt {sequence.holder} is here already")
-        if self._handoffs.num_open >= self._config.max_reserved:
-            raise Overloaded(f"{self._config.max_reserved} tickets are open already", retry_after_s=RETRY_AFTER_S)
-        room = room_for(num_prompt, request.max_tokens)
-        num_free = shell.ledger.num_free
-        reservation = shell.ledger.try_reserve(room.num_prompt_blocks) if room.num_blocks <= num_free else None
+        sequence = self._check(request, body.attempt)
+        num_prompt, num_limit = len(request.tokens), most_positions(len(request.tokens), request.max_tokens)
+        reservation = self._roster.try_reserve(sequence.holder, num_prompt, num_limit)
         if reservation is None:
-            raise Overloaded(f"{room.num_blocks} blocks are needed, {num_free} are free", retry_after_s=RETRY_AFTER_S)
-        shell.ledger.try_hold(sequence.holder, room.num_head_room_blocks)
-        shell.requests.enter(sequence.holder)
-        self._sequences[sequence.holder] = sequence
+            raise shell.no_room(self._why_no_room(num_prompt, num_limit))
+        self._enter(sequence)
         outcome = Outcome(
             partial(self._committed, sequence), partial(self._failed, sequence), partial(self._released, sequence)
         )
         handoff = self._handoffs.issue(request.request_id, body.attempt, reservation, sequence.holder, outcome)
         sequence.handoff = handoff
-        _log.info("ticket issued for %d blocks", room.num_blocks, extra=log_extra(request, body.attempt))
+        _log.info("ticket issued for %d blocks", handoff.ticket.num_blocks, extra=log_extra(request, body.attempt))
         return sequence, handoff
 
-    def _check_first_token(self, handoff: IncomingHandoff, first: FirstToken) -> None:
-        """Raises ProtocolError, and the handoff has failed, for a first token that this request cannot have."""
-        ticket = handoff.ticket
-        sequence = self._sequences.get(holder_name(ticket.request_id, ticket.ref.attempt))
-        expected = sequence.request.first_index if sequence is not None else first.index
-        if first.index == expected and 0 <= first.token < self._shell.engine.vocab_size:
-            return
-        error = ProtocolError(f"the prefill's token is {first}; index {expected} was to come")
-        handoff.give_up(error)
-        raise error
+    def _admit_prompt(self, body: StartBoth) -> DecodeSequence:
+        """Takes the prompt's blocks, or raises and takes nothing."""
+        request, now_s = body.request, asyncio.get_running_loop().time()
+        sequence = self._check(request, body.attempt)
+        num_prompt, num_limit = len(request.tokens), most_positions(len(request.tokens), request.max_tokens)
+        if not self._roster.try_admit(sequence.holder, num_prompt, num_limit, now_s):
+            raise self._shell.no_room(self._why_no_room(num_prompt, num_limit))
+        self._enter(sequence)
+        self._batch.join(sequence)
+        _log.info("prompt of %d tokens admitted", num_prompt, extra=log_extra(request, body.attempt))
+        return sequence
+
+    def _check(self, request: GenerateRequest, attempt: int) -> DecodeSequence:
+        """Raises what a request is refused with whatever the pool looks like."""
+        shell = self._shell
+        shell.check_request(request)
+        check_fits(len(request.tokens), request.max_tokens, shell.engine.context_tokens, shell.ledger.num_blocks)
+        sequence = DecodeSequence(request, attempt, Outbox())
+        if sequence.holder in shell.requests:
+            raise InvalidRequest(f"attempt {sequence.holder} is here already")
+        num_open = self._handoffs.num_open + self._roster.count(Phase.COMPUTING)
+        if num_open >= self._config.max_reserved:
+            raise shell.no_room(f"the KV of {num_open} prompts is still being made")
+        return sequence
+
+    def _why_no_room(self, num_prompt: int, num_limit: int) -> str:
+        if self._roster.has_waiting:
+            return f"{self._roster.count(Phase.WAITING)} preempted sequences wait for blocks and come first"
+        num_needed = self._roster.blocks_needed(num_prompt, num_limit)
+        return f"{num_needed} blocks are needed, growth included; {self._shell.ledger.num_free} are free"
+
+    def _enter(self, sequence: DecodeSequence) -> None:
+        self._shell.requests.enter(sequence.holder)
+        self._sequences[sequence.holder] = sequence
+
+    def _request_of(self, request_id: str, attempt: int) -> GenerateRequest | None:
+        sequence = self._sequences.get(holder_name(request_id, attempt))
+        return None if sequence is None or sequence.num_made else sequence.request
+
+    # what becomes of a handoff
 
     def _committed(self, sequence: DecodeSequence, first: FirstToken) -> None:
         handoff = sequence.handoff
@@ -206,23 +210,34 @@ class DecodeWorker:
         _log.info(
             "handoff committed", extra=log_extra(sequence.request, sequence.attempt) | msgspec.to_builtins(report)
         )
+        self._roster.arrived(sequence.holder)
+        sequence.foreign = list(handoff.ticket.block_ids)
         sequence.outbox.try_put(report)
-        sequence.begin(first, self._shell.ledger.holds(sequence.holder))
+        sequence.take(first.token)
         self._batch.join(sequence)
         self._batch.sweep()
+        self._shell.room.freed()
 
     def _failed(self, sequence: DecodeSequence, error: KvrelayError) -> None:
-        """Nobody has written into the head-room yet: it is free at once, unlike the reserved blocks."""
+        """Its reserved blocks are in quarantine; nothing else was taken yet."""
         sequence.end(error)
-        self._shell.ledger.release(sequence.holder)
+        self._roster.leave(sequence.holder)
 
     def _released(self, sequence: DecodeSequence) -> None:
-        """The reserved blocks of a failed handoff are free too."""
+        """The reserved blocks of a failed handoff are free."""
+        self._batch.wake()
         self._forget(sequence)
 
+    # how a request ends
+
+    def _router_left(self, sequence: DecodeSequence, *, is_ours_to_count: bool) -> None:
+        if not sequence.is_over:
+            if is_ours_to_count:
+                self._shell.counters.add("requests_cancelled_total")
+            self._end(sequence, Cancelled("the router has left"))
+
     def _left(self, sequence: DecodeSequence) -> None:
-        """It ran, it is over, and no step uses its blocks."""
-        self._shell.ledger.release(sequence.holder)
+        """It was in the batch, it is over, and its blocks are free."""
         if sequence.handoff is not None:
             self._handoffs.forget(sequence.handoff.ticket.ref)
         self._forget(sequence)
@@ -237,5 +252,6 @@ class DecodeWorker:
     def _forget(self, sequence: DecodeSequence) -> None:
         del self._sequences[sequence.holder]
         self._shell.requests.leave(sequence.holder)
+        self._shell.room.freed()
         extra = log_extra(sequence.request, sequence.attempt) | {"num_made": sequence.num_made}
         _log.info("request over", extra=extra)

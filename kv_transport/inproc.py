@@ -117,6 +117,8 @@ class WireFrame(msgspec.Struct, frozen=True):
 class InprocWriter:
     """Writes one frame as a connection would: slowly if it must, and only until it is cut."""
 
+    path = PATH
+
     def __init__(self, receiver: InprocBlockReceiver) -> None:
         self._receiver = receiver
         self._cut = asyncio.Event()

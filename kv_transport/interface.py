@@ -19,13 +19,14 @@ from pd_core.ticket import Ticket, TicketRef, TransportAddress
 class BlocksArrived(msgspec.Struct, frozen=True):
     """Blocks of one frame are in their slots and have been compared with their digests.
 
-    verified, corrupt: indices in the ticket's range; num_bytes: KV bytes received
+    verified, corrupt: indices in the ticket's range; num_bytes: KV bytes received; path: over which they came
     """
 
     ref: TicketRef
     verified: list[int]
     corrupt: list[int]
     num_bytes: int
+    path: str
 
 
 class WriterStopped(msgspec.Struct, frozen=True):
@@ -90,7 +91,8 @@ class BlockSender(Protocol):
 
         Returns when the bytes have left (our blocks may change again), not when they have arrived: what arrived is
         known to the receiver, who says at the end what is missing. `digests` are `block_digest` of the blocks.
-        A cancelled push no longer reads our blocks when the cancellation returns.
+        When a cancellation or a failure returns, whatever may still be read of our blocks counts as missing for the
+        receiver, unless its digest is right: they may change again then too.
         Raises TransferError when no address can be reached or the connection breaks, DeadlineExceeded.
         """
         ...

@@ -21,7 +21,10 @@ from pd_core.ticket import TicketRef
 
 
 class Writer(Protocol):
-    """Somebody who writes frames, one at a time."""
+    """Somebody who writes frames, one at a time, over one path."""
+
+    @property
+    def path(self) -> str: ...
 
     def cut(self, reason: str) -> None:
         """Makes it leave its frame soon. From any thread, any number of times."""

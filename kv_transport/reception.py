@@ -98,7 +98,7 @@ class Reception:
     def end_frame(self, frame: OpenFrame, digests: Sequence[int], num_whole: int) -> None:
         """The writer is out of the frame, whose first `num_whole` blocks have arrived whole: compares and reports.
 
-        Must be called exactly once for every frame that has begun, however it ends.
+        This or `leave_frame` must be called exactly once for every frame that has begun, however it ends.
         """
         verified: list[int] = []
         corrupt: list[int] = []
@@ -108,12 +108,17 @@ class Reception:
                     is_right = block_digest(self._memory.block(slot)) == digest
                     (verified if is_right else corrupt).append(index)
         finally:
-            self.permits.end_frame(frame, verified)
+            self.leave_frame(frame, verified, corrupt)
+
+    def leave_frame(self, frame: OpenFrame, verified: list[int], corrupt: list[int]) -> None:
+        """The writer is out of the frame and has compared its blocks itself; those that are in neither list have not
+        arrived whole."""
+        self.permits.end_frame(frame, verified)
         num_bytes = (len(verified) + len(corrupt)) * self._memory.block_bytes
         self.count("kv_bytes_received", num_bytes)
         self.count("kv_blocks_corrupt", len(corrupt))
         if verified or corrupt:
-            self.post(self._deliver, BlocksArrived(frame.ref, verified, corrupt, num_bytes))
+            self.post(self._deliver, BlocksArrived(frame.ref, verified, corrupt, num_bytes, frame.writer.path))
 
     def writer_stopped(self, ref: TicketRef, reason: str) -> None:
         """Tells the ticket's listener that a connection broke in the middle of a frame."""

@@ -1,23 +1,19 @@
-"""One connection of a writer to a TcpBlockReceiver, served by one thread from handshake to end.
+"""One connection of a writer over tcp.
 
-    handshake --> between frames <--> in a frame --> end
-                        `---- stale frame: drained ----'
-
-Blocks go from the socket straight into the slots of the receiver's own ticket. Nothing is allocated on the word of
-the peer: what has no slot is drained into a scratch buffer of fixed size.
+Blocks go from the socket straight into the slots of the receiver's own ticket; what has no slot, and a stale frame,
+is drained into a scratch buffer of fixed size.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kv_transport.connection import WriterConnection
 from kv_transport.permits import OpenFrame
 from kv_transport.reception import Reception
-from kv_transport.tcp import TcpOptions
+from kv_transport.tcp import PATH, TcpOptions
 from kv_transport.tcp_frames import (
     MAX_FRAME_BLOCKS,
     MAX_HEADER_BYTES,
@@ -27,20 +23,17 @@ from kv_transport.tcp_frames import (
     parse_header,
     parse_prefix,
 )
-from kv_transport.tcp_sockets import limit_silence, receive_all, tune
+from kv_transport.tcp_sockets import receive_all
 from pd_core.errors import KvrelayError, ProtocolError, StaleTicket, TransferError
 from pd_core.memory import BlockMemory
-
-_log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 * 1024
 
 
-class WriterConnection:
-    """A writer as the permit table knows it: `run` in a thread of its own, `cut` from any other.
+class TcpConnection(WriterConnection):
+    """The bytes of the blocks come over the socket itself."""
 
-    authenticate: runs the handshake on the socket; raises KvrelayError or OSError
-    """
+    path = PATH
 
     def __init__(
         self,
@@ -51,50 +44,21 @@ class WriterConnection:
         options: TcpOptions,
         authenticate: Callable[[socket.socket], object],
     ) -> None:
-        self.address = address
-        self._sock = sock
-        self._memory = memory
-        self._reception = reception
-        self._options = options
-        self._authenticate = authenticate
-        self._lock = threading.Lock()
-        self._cut_reason: str | None = None
+        super().__init__(sock, address, memory, reception, options, authenticate)
         self._head = memoryview(bytearray(PREFIX_BYTES + MAX_HEADER_BYTES))
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._max_payload_bytes = memory.block_bytes * min(
             blocks_per_frame(memory.block_bytes, options.max_frame_bytes), MAX_FRAME_BLOCKS
         )
 
-    def cut(self, reason: str) -> None:
-        """Shuts the socket down, which wakes the thread wherever it waits."""
-        with self._lock:
-            if self._cut_reason is None:
-                self._cut_reason = reason
-                _shut_down(self._sock)
+    def _open(self) -> None:
+        """Frames follow the handshake at once."""
 
-    def run(self) -> None:
-        """Serves the connection until it ends, and closes it."""
-        try:
-            if self._prove():
-                while self._serve_frame():
-                    pass
-        except (KvrelayError, OSError) as error:
-            _log.warning("KV connection from %s closed: %s", self.address, self._cut_reason or error)
-        finally:
-            with self._lock:
-                self._cut_reason = self._cut_reason or "closed"
-                self._sock.close()
+    def _give_up(self, error: KvrelayError | OSError) -> None:
+        """The server never says anything on these connections."""
 
-    def _prove(self) -> bool:
-        try:
-            tune(self._sock, self._options)
-            self._authenticate(self._sock)
-            limit_silence(self._sock, self._options.frame_silence_s)
-        except (KvrelayError, OSError) as error:
-            self._reception.count("kv_connections_refused", 1)
-            _log.warning("KV connection from %s refused: %s", self.address, self._cut_reason or error)
-            return False
-        return True
+    def _let_go(self) -> None:
+        """The socket was all."""
 
     def _serve_frame(self) -> bool:
         """Takes one frame; False at the end of the connection."""
@@ -178,10 +142,3 @@ class WriterConnection:
         """Pieces of the one scratch buffer, again and again, for bytes that nobody wants."""
         whole, rest = divmod(num_bytes, SCRATCH_BYTES)
         return [self._scratch] * whole + [self._scratch[:rest]]
-
-
-def _shut_down(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # the peer was faster: it is shut down

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Iterator
 
 from kv_transport.tcp import TcpOptions
@@ -35,16 +34,6 @@ def size_buffers(sock: socket.socket, options: TcpOptions) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.socket_buffer_bytes)
 
 
-def limit_silence(sock: socket.socket, silence_s: float) -> None:
-    """From now on a receive on this blocking socket to which nothing comes for `silence_s` raises BlockingIOError.
-
-    The kernel's timeout, because Python's makes the socket non-blocking inside and MSG_WAITALL void.
-    """
-    seconds = int(silence_s)
-    timeval = struct.pack("ll", seconds, int((silence_s - seconds) * 1_000_000))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-
-
 def send_all(sock: socket.socket, views: list[memoryview]) -> None:
     """Writes all pieces in order, up to MAX_IOV with one call. Raises OSError."""
     pending = _Pieces(views)
@@ -55,7 +44,7 @@ def send_all(sock: socket.socket, views: list[memoryview]) -> None:
 def receive_all(sock: socket.socket, views: list[memoryview]) -> Iterator[int]:
     """Fills all pieces in order; yields how many bytes each call brought, ends early at the peer's end of stream.
 
-    Raises OSError; BlockingIOError when the peer was silent too long (see `limit_silence`).
+    Raises OSError; BlockingIOError when the peer was silent too long (see `sockets.limit_silence`).
     """
     pending = _Pieces(views)
     while pending:
@@ -64,16 +53,6 @@ def receive_all(sock: socket.socket, views: list[memoryview]) -> Iterator[int]:
             return
         yield num_bytes
         pending.advance(num_bytes)
-
-
-def is_closed_by_peer(sock: socket.socket) -> bool:
-    """Whether the peer has ended or reset an idle connection on which it never sends anything."""
-    try:
-        return len(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == 0
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 class _Pieces:

@@ -6,11 +6,16 @@
                   `------------+------------+------> FAILED, CANCELLED
 
 QUEUED:     waits for a turn; nothing is reserved, no leg is open
-RESERVING:  the decode leg is open and has been asked for a ticket
-PREFILLING: the prefill leg has the ticket; the first token may come from now on
-DECODING:   the first token went to the client; more come from decode once the handoff is committed
+RESERVING:  the decode leg is open and has been asked for a ticket, or to take the prompt too
+PREFILLING: the prompt is being computed: by the prefill leg, which has the ticket, or by the decode leg alone;
+            the first token may come from now on
+DECODING:   the first token went to the client; more come from decode once it has all KV
 
-Both legs bring tokens, each with its index; every index is delivered once, in order, and two copies must be equal.
+A placement without a prefill worker has one leg: the decode worker does both phases, and there is no ticket and nothing
+to commit. With two legs both bring the first token, and the copies must be equal; each leg's own tokens come in order
+and without a gap, so no later index can come twice, and every index is delivered once, in order. A sequence that was
+preempted goes on by itself: for the request nothing changes.
+
 When the stream ends, in whatever way, legs that are still open are closed. Events from a leg that was closed already
 are ignored: they were under way. A worker of either role that has no room says so before it has done anything: then the
 request gives up its ticket, if it has one, and waits for another turn. An event that fits nowhere raises
@@ -43,11 +48,13 @@ class Leg(enum.Enum):
     DECODE = "decode"
     PREFILL = "prefill"
 
+    __hash__ = object.__hash__  # enum's own is a Python function; a leg is looked up several times for every token
+
 
 class Placed(msgspec.Struct, frozen=True):
-    """The policy has chosen these two workers."""
+    """The policy has chosen these two workers; without a prefill worker, decode computes the prompt itself."""
 
-    prefill: str
+    prefill: str | None
     decode: str
 
 
@@ -57,6 +64,10 @@ class TicketReceived(msgspec.Struct, frozen=True):
     ticket: Ticket
 
 
+class PromptTaken(msgspec.Struct, frozen=True):
+    """The decode worker has room for the prompt and computes it."""
+
+
 class LegRefused(msgspec.Struct, frozen=True):
     """The worker of this leg has no room now; it has computed nothing."""
 
@@ -64,7 +75,7 @@ class LegRefused(msgspec.Struct, frozen=True):
 
 
 class TokenReceived(msgspec.Struct, frozen=True):
-    """A leg brought token `index` of this attempt's stream (0 = the first)."""
+    """A leg brought token `index` of this attempt's stream (0 = the first). Prefill has no other than the first."""
 
     leg: Leg
     index: int
@@ -74,6 +85,12 @@ class TokenReceived(msgspec.Struct, frozen=True):
 
 class KvCommitted(msgspec.Struct, frozen=True):
     """Decode owns the KV; whatever happens to the prefill leg from now on does not matter."""
+
+
+class SequencePreempted(msgspec.Struct, frozen=True):
+    """Decode took the sequence's blocks for older ones; it is computed again and goes on. num_made: tokens so far."""
+
+    num_made: int
 
 
 class LegEnded(msgspec.Struct, frozen=True):
@@ -91,6 +108,10 @@ class ClientLeft(msgspec.Struct, frozen=True):
     """Nobody reads the tokens any more."""
 
 
+class AnswerComplete(msgspec.Struct, frozen=True):
+    """The client has all that it asked for, a stop string came: what workers would still make is not wanted."""
+
+
 class TimeRanOut(msgspec.Struct, frozen=True):
     """The request's deadline, or that of the step it is in, has passed."""
 
@@ -98,11 +119,30 @@ class TimeRanOut(msgspec.Struct, frozen=True):
 
 
 RequestEvent: TypeAlias = (
-    Placed | TicketReceived | LegRefused | TokenReceived | KvCommitted | LegEnded | LegFailed | ClientLeft | TimeRanOut
+    Placed
+    | TicketReceived
+    | PromptTaken
+    | LegRefused
+    | TokenReceived
+    | KvCommitted
+    | SequencePreempted
+    | LegEnded
+    | LegFailed
+    | ClientLeft
+    | AnswerComplete
+    | TimeRanOut
 )
 
 
 class OpenDecode(msgspec.Struct, frozen=True):
+    """Ask for a ticket."""
+
+    decode: str
+
+
+class OpenBoth(msgspec.Struct, frozen=True):
+    """Ask for prompt and answer from one worker."""
+
     decode: str
 
 
@@ -129,15 +169,20 @@ class Fail(msgspec.Struct, frozen=True):
     error: KvrelayError
 
 
-RequestCommand: TypeAlias = OpenDecode | OpenPrefill | CloseLeg | Deliver | Fail
+RequestCommand: TypeAlias = OpenDecode | OpenBoth | OpenPrefill | CloseLeg | Deliver | Fail
 
 
 class RequestLife(msgspec.Struct, frozen=True):
     """A request and how far it has come.
 
-    attempt:   count of placements; part of every ticket
-    open_legs: legs that hold something on a worker
+    attempt:     count of placements; part of every ticket
+    prefill:     None where decode computes the prompt, and before a placement
+    open_legs:   legs that hold something on a worker
+    num_tokens:  delivered to the client
+    first_token: what every copy of token 0 must be; None before it has come
+    num_of_prefill, num_of_decode: tokens that this leg has brought
     is_committed: decode owns the KV of this attempt
+    num_preemptions: of this attempt
     """
 
     request_id: str
@@ -146,8 +191,12 @@ class RequestLife(msgspec.Struct, frozen=True):
     prefill: str | None = None
     decode: str | None = None
     open_legs: frozenset[Leg] = frozenset()
-    tokens: tuple[int, ...] = ()
+    num_tokens: int = 0
+    first_token: int | None = None
+    num_of_prefill: int = 0
+    num_of_decode: int = 0
     is_committed: bool = False
+    num_preemptions: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -156,7 +205,13 @@ class RequestLife(msgspec.Struct, frozen=True):
     @property
     def has_handed_off(self) -> bool:
         """The prefill leg may end: its token was delivered, or decode has it with the KV."""
-        return bool(self.tokens) or self.is_committed
+        return self.num_tokens > 0 or self.is_committed
+
+    @property
+    def has_sequence(self) -> bool:
+        """Decode has a sequence of ours, which it may preempt: one whose KV it owns or makes itself."""
+        is_under_way = self.state in (RequestState.PREFILLING, RequestState.DECODING)
+        return is_under_way and (self.prefill is None or self.is_committed)
 
     def may_be_refused_by(self, leg: Leg) -> bool:
         """The leg was asked to begin, and nothing that has come proves that it did."""
@@ -172,7 +227,7 @@ class RequestLife(msgspec.Struct, frozen=True):
         legs = "+".join(sorted(leg.value for leg in self.open_legs)) or "none"
         return (
             f"request {self.request_id} {self.state.value}, attempt {self.attempt}, "
-            f"{len(self.tokens)} tokens, open legs: {legs}"
+            f"{self.num_tokens} tokens, open legs: {legs}"
         )
 
     def validate(self) -> None:
@@ -182,8 +237,14 @@ class RequestLife(msgspec.Struct, frozen=True):
             raise InvalidTransition(f"a leg was left open: {self.story()}")
         if not quiet and Leg.DECODE not in self.open_legs:
             raise InvalidTransition(f"the decode leg is lost: {self.story()}")
-        if self.state is RequestState.DECODING and not self.tokens:
+        if self.prefill is None and Leg.PREFILL in self.open_legs:
+            raise InvalidTransition(f"a prefill leg without a worker: {self.story()}")
+        if self.state is RequestState.DECODING and self.num_tokens == 0:
             raise InvalidTransition(f"decoding without a first token: {self.story()}")
+        if self.num_tokens != max(self.num_of_prefill, self.num_of_decode) or self.num_of_prefill > 1:
+            raise InvalidTransition(f"tokens miscounted: {self.story()}")
+        if (self.first_token is None) != (self.num_tokens == 0):
+            raise InvalidTransition(f"the first token is not what was delivered: {self.story()}")
 
 
 _OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
@@ -192,6 +253,8 @@ _OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[RequestCommand]]:
     """Next state and what to do about it. Raises InvalidTransition: a fault of ours."""
     match life.state, event:
+        case ((RequestState.DECODING | RequestState.PREFILLING), TokenReceived()):  # first: nearly every event
+            return _token(life, event)
         case ((RequestState.FINISHED | RequestState.FAILED | RequestState.CANCELLED), _) if not isinstance(
             event, Placed
         ):
@@ -205,33 +268,36 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
                 decode=decode,
                 open_legs=frozenset({Leg.DECODE}),
                 is_committed=False,
+                num_preemptions=0,
             )
-            return placed, [OpenDecode(decode)]
+            return placed, [OpenBoth(decode) if prefill is None else OpenDecode(decode)]
         case RequestState.RESERVING, TicketReceived(ticket=ticket) if life.prefill is not None:
             legs = frozenset({Leg.DECODE, Leg.PREFILL})
             return _replace(life, state=RequestState.PREFILLING, open_legs=legs), [OpenPrefill(life.prefill, ticket)]
+        case RequestState.RESERVING, PromptTaken() if life.prefill is None:
+            return _replace(life, state=RequestState.PREFILLING), []
         case _, LegRefused(leg=leg) if life.may_be_refused_by(leg):
             again, close = _end(life, RequestState.QUEUED, [])
             return _replace(again, prefill=None, decode=None), close
-        case ((RequestState.PREFILLING | RequestState.DECODING), TokenReceived()):
-            return _token(life, event)
-        case ((RequestState.PREFILLING | RequestState.DECODING), KvCommitted()) if not life.is_committed:
+        case ((RequestState.PREFILLING | RequestState.DECODING), KvCommitted()) if (
+            life.prefill is not None and not life.is_committed
+        ):
             return _replace(life, is_committed=True), []
-        case ((RequestState.PREFILLING | RequestState.DECODING), LegEnded(leg=Leg.PREFILL)) if life.has_handed_off:
-            return _replace(life, open_legs=life.open_legs - {Leg.PREFILL}), []
-        case ((RequestState.PREFILLING | RequestState.DECODING), LegFailed(leg=Leg.PREFILL)) if life.is_committed:
-            return _replace(life, open_legs=life.open_legs - {Leg.PREFILL}), []
-        case ((RequestState.RESERVING | RequestState.PREFILLING | RequestState.DECODING), LegEnded(leg=leg)):
-            return _fail(life, ProtocolError(f"the {leg.value} leg ended early: {life.story()}"))
+        case _, SequencePreempted(num_made=num_made) if life.has_sequence:
+            if num_made != life.num_of_decode:
+                return _fail(life, ProtocolError(f"preempted after {num_made} tokens: {life.story()}"))
+            return _replace(life, num_preemptions=life.num_preemptions + 1), []
         case (
             (RequestState.RESERVING | RequestState.PREFILLING | RequestState.DECODING),
-            LegFailed(leg=leg, error=error),
+            (LegEnded() | LegFailed()),
         ):
-            return _fail(life, error) if leg in life.open_legs else (life, [])
+            return _leg_over(life, event)
         case _, TimeRanOut(error=error):
             return _fail(life, error)
         case _, ClientLeft():
             return _end(life, RequestState.CANCELLED, [])
+        case RequestState.DECODING, AnswerComplete():
+            return _end(life, RequestState.FINISHED, [])
         case _:
             raise InvalidTransition(f"{type(event).__name__} does not fit: {life.story()}")
 
@@ -239,18 +305,32 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
 def _token(life: RequestLife, event: TokenReceived) -> tuple[RequestLife, list[RequestCommand]]:
     if event.leg not in life.open_legs:
         return life, []
-    if event.index < len(life.tokens):
-        if life.tokens[event.index] != event.token:
-            ours, theirs = life.tokens[event.index], event.token
+    is_of_prefill = event.leg is Leg.PREFILL
+    num_before = life.num_of_prefill if is_of_prefill else life.num_of_decode
+    if event.index != num_before or (is_of_prefill and num_before > 0):
+        return _fail(life, ProtocolError(f"token {event.index} of {event.leg.value} is out of turn: {life.story()}"))
+    count = {"num_of_prefill": num_before + 1} if is_of_prefill else {"num_of_decode": num_before + 1}
+    if event.index < life.num_tokens:
+        if event.token != life.first_token:
+            ours, theirs = life.first_token, event.token
             return _fail(life, TokenMismatch(f"token {event.index} is {ours} and {theirs}: {life.story()}"))
-        return life, []
-    if event.index > len(life.tokens):
-        return _fail(life, ProtocolError(f"token {event.index} came before its turn: {life.story()}"))
-    longer = _replace(life, state=RequestState.DECODING, tokens=(*life.tokens, event.token))
+        return _replace(life, **count), []
+    first_token = event.token if life.first_token is None else life.first_token
+    longer = _replace(
+        life, state=RequestState.DECODING, num_tokens=life.num_tokens + 1, first_token=first_token, **count
+    )
     deliver = Deliver(event.index, event.token, event.finish)
     if event.finish is None:
         return longer, [deliver]
     return _end(longer, RequestState.FINISHED, [deliver])
+
+
+def _leg_over(life: RequestLife, event: LegEnded | LegFailed) -> tuple[RequestLife, list[RequestCommand]]:
+    if event.leg is Leg.PREFILL and (life.has_handed_off if isinstance(event, LegEnded) else life.is_committed):
+        return _replace(life, open_legs=life.open_legs - {Leg.PREFILL}), []
+    if isinstance(event, LegEnded):
+        return _fail(life, ProtocolError(f"the {event.leg.value} leg ended early: {life.story()}"))
+    return _fail(life, event.error) if event.leg in life.open_legs else (life, [])
 
 
 def _fail(life: RequestLife, error: KvrelayError) -> tuple[RequestLife, list[RequestCommand]]:

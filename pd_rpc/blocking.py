@@ -137,4 +137,8 @@ def _address_of(sock: socket.socket) -> str:
         name = sock.getpeername()
     except OSError:  # reset before we came to ask
         return "peer that has left"
-    return format_address(*name[:2]) if isinstance(name, tuple) else f"unix socket {name!r}"
+    if isinstance(name, tuple):
+        return format_address(*name[:2])
+    if isinstance(name, bytes):  # an abstract unix socket
+        return f"@{name.removeprefix(bytes(1)).decode(errors='replace')}"
+    return name or "a process of this host"

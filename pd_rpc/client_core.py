@@ -14,7 +14,7 @@ import msgspec
 
 from pd_core.errors import InvalidTransition, KvrelayError, PayloadTooLarge, ProtocolError, from_wire
 from pd_rpc.auth import Challenge
-from pd_rpc.connection import Connection, Event
+from pd_rpc.connection import Connection, ConnectionState, Event
 from pd_rpc.limits import RpcLimits
 from pd_rpc.wire import CLIENT_DECODER, Call, Cancel, Credit, End, Failed, Item, encode
 
@@ -70,6 +70,11 @@ class ClientConnection(Connection):
         self._calls[call_id] = _MadeCall(credit)
         self._queue_body(data)
         return call_id
+
+    def is_open_call(self, call_id: int) -> bool:
+        """Whether it can be cancelled or granted credit: a call may be over whose last events are yet to be seen."""
+        call = self._calls.get(call_id)
+        return self.state is ConnectionState.OPEN and call is not None and not call.is_cancelled
 
     def cancel(self, call_id: int) -> None:
         """Gives an open call up: no event of it will come any more."""

@@ -27,9 +27,10 @@ def encode_frame(body: bytes) -> bytes:
     return _HEADER.pack(MAGIC, WIRE_VERSION, len(body), zlib.crc32(body)) + body
 
 
-def parse_header(header: bytes | bytearray, max_body_bytes: int) -> tuple[int, int]:
-    """Length and CRC of the body that follows. Raises ProtocolError for what is no header of ours."""
-    magic, version, num_body_bytes, crc = _HEADER.unpack_from(header)
+def parse_header(header: bytes | bytearray, max_body_bytes: int, offset: int = 0) -> tuple[int, int]:
+    """Length and CRC of the body after the header that begins at `offset`. Raises ProtocolError for what is none of
+    ours."""
+    magic, version, num_body_bytes, crc = _HEADER.unpack_from(header, offset)
     if magic != MAGIC:
         raise ProtocolError(f"frame begins with {magic!r}, not {MAGIC!r}: this is not a kvrelay peer")
     if version != WIRE_VERSION:
@@ -74,8 +75,7 @@ class FrameReader:
         if self._announced is None:
             if len(self._buffer) - self._offset < HEADER_BYTES:
                 return None
-            header = self._buffer[self._offset : self._offset + HEADER_BYTES]
-            self._announced = parse_header(header, self.max_body_bytes)
+            self._announced = parse_header(self._buffer, self.max_body_bytes, self._offset)
             self._offset += HEADER_BYTES
         num_body_bytes, crc = self._announced
         end = self._offset + num_body_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +54,7 @@ class RpcStream:
     gives the items in order and ends, or raises what the other side failed with, DeadlineExceeded, WorkerLost,
     or Cancelled after `cancel`. Items that came before an error are given first. Use it as
     `async with client.stream(...) as items:`, so that leaving the block early cancels the call. One consumer at a time.
+    For streams of many small items there is `for_each`, which wakes no task for an item.
 
     credit:    items that may be on the way or in the queue
     top_up_at: items to be taken before the server is granted as many again
@@ -75,6 +77,8 @@ class RpcStream:
         self._is_over = False
         self._error: KvrelayError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[Any], bool] | None = None
+        self._take_error: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> RpcStream:
@@ -97,13 +101,27 @@ class RpcStream:
             if self._is_over:
                 raise StopAsyncIteration
             await self._wait()
-        body = self._items.popleft()
-        self._top_up()
+        return self._next_item()
+
+    async def for_each(self, take: Callable[[Any], bool]) -> None:
+        """Hands every item to `take` at the moment at which it comes, until that says False or the call is over.
+
+        `take` runs inside the connection's callback, so it must return at once; after this has ended, also by
+        cancellation, it is not called any more. Raises what iteration raises, and what `take` raises.
+        """
+        await self._begin()
+        self._take = take
         try:
-            return decode(self._streams.decoder, body)
-        except ProtocolError as error:
-            await self.cancel()
-            raise ProtocolError(f"answer to {self._name}: {error}") from error
+            while self._hand_over():
+                if self._error is not None:
+                    raise self._error
+                if self._is_over:
+                    return
+                await self._wait()
+            if self._take_error is not None:
+                raise self._take_error
+        finally:
+            self._take = self._take_error = None
 
     async def cancel(self) -> None:
         """Tells the server that nobody waits any more; does nothing when the call is over. Does not block."""
@@ -119,7 +137,8 @@ class RpcStream:
     def put(self, body: msgspec.Raw) -> None:
         """An item has come; there are never more than the credit."""
         self._items.append(body)
-        self._wake()
+        if self._take is None or not self._hand_over():
+            self._wake()
 
     def finish(self, error: KvrelayError | None) -> None:
         """The call is over; nothing will come any more."""
@@ -154,6 +173,32 @@ class RpcStream:
         self._timer = self._loop.call_at(self._ends_s, lambda: self._give_up(self._too_late()))
         link.flush_soon()
 
+    def _next_item(self) -> Any:
+        body = self._items.popleft()
+        self._top_up()
+        try:
+            return decode(self._streams.decoder, body)
+        except ProtocolError as error:
+            self._give_up(Cancelled(f"{self._name} was cancelled here"))
+            self._items.clear()
+            raise ProtocolError(f"answer to {self._name}: {error}") from error
+
+    def _hand_over(self) -> bool:
+        """Whether `take` wants more; what it raises is kept for who waits in `for_each`."""
+        take = self._take
+        if take is None or self._take_error is not None:
+            return False
+        try:
+            while self._items:
+                if not take(self._next_item()):
+                    self._take = None
+                    return False
+        except Exception as error:
+            self._take = None
+            self._take_error = error
+            return False
+        return True
+
     async def _wait(self) -> None:
         if self._waiter is not None:
             raise RuntimeError("two consumers wait on one stream")
@@ -169,16 +214,17 @@ class RpcStream:
 
     def _top_up(self) -> None:
         self._num_taken += 1
-        if self._num_taken < self._top_up_at or self._is_over or self._call_id is None:
+        if self._num_taken < self._top_up_at or self._call_id is None:
             return
-        self._streams.core.grant(self._call_id, self._num_taken)
-        self._streams.link.flush_soon()
-        self._num_taken = 0
+        self._num_taken, num_items = 0, self._num_taken
+        if self._streams.core.is_open_call(self._call_id):
+            self._streams.core.grant(self._call_id, num_items)
+            self._streams.link.flush_soon()
 
     def _give_up(self, error: KvrelayError) -> None:
         if self._is_over:
             return
-        if self._call_id is not None and self._streams.core.state is ConnectionState.OPEN:
+        if self._call_id is not None and self._streams.core.is_open_call(self._call_id):
             self._streams.core.cancel(self._call_id)
             self._streams.link.flush_soon()
         self.finish(error)

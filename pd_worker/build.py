@@ -52,7 +52,8 @@ def _real(config: Config, num_blocks: int, num_threads: int, cache_dir: Path) ->
     from pd_model.folder import open_model  # noqa: PLC0415
 
     folder = open_model(config.model.path, cache_dir)
-    plan = plan_engine(folder, config.model.dtype, cache_dir, config.model.kernels)
+    model = config.model
+    plan = plan_engine(folder, model.dtype, cache_dir, model.kernels, model.device, model.weights)
     if plan.why is not None:
         _log.warning("torch's kernels run the model: %s", plan.why)
     memory = PoolMemory(num_blocks, plan.layout.block_bytes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 COUNTER_NAMES = (
-    "prefill_tokens_total",  # prompt tokens run through the engine
-    "decode_tokens_total",  # tokens drawn by decode steps
+    "prefill_tokens_total",  # prompt tokens run through the engine of a prefill worker
+    "local_prefill_tokens_total",  # the same on a decode worker, where a prompt is computed for the first time
+    "recomputed_tokens_total",  # tokens run again because their sequence had been preempted: no work of users
+    "decode_tokens_total",  # tokens drawn by a decode worker
+    "preemptions_total",  # how often a sequence gave its blocks to older ones
     "handoffs_committed_total",
     "handoffs_aborted_total",  # failed; on decode workers without those that the router took back
     "kv_bytes_sent_total",

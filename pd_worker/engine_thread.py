@@ -7,7 +7,6 @@ thread                          engine.step(...)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -22,27 +21,58 @@ _log = logging.getLogger(__name__)
 
 
 class _Job:
-    """A step, who asks whether it is still wanted, and where its tokens go."""
+    """A step, who asks whether it is still wanted, and where its tokens go.
 
-    def __init__(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> None:
+    tokens: what the caller awaits, and may cancel
+    left:   done when the engine has left the step, whatever became of `tokens`
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[SequenceStep],
+        is_cancelled: Callable[[], bool],
+        adopt: Sequence[int] = (),
+        publish: Sequence[int] = (),
+    ) -> None:
         self.steps = steps
+        self.adopt = adopt
+        self.publish = publish
         self.loop = asyncio.get_running_loop()
         self.tokens: asyncio.Future[list[int | None]] = self.loop.create_future()
+        self.left: asyncio.Future[None] = self.loop.create_future()
         self.is_abandoned = False  # set on the loop, read by the thread
         self._is_cancelled = is_cancelled
 
     def is_cancelled(self) -> bool:
         return self.is_abandoned or self._is_cancelled()
 
+    def run(self, engine: Engine) -> list[int | None]:
+        """On the engine's thread."""
+        if self.adopt:
+            engine.adopt(self.adopt)
+        tokens = engine.step(self.steps, self.is_cancelled)
+        if self.publish:
+            engine.publish(self.publish)
+        return tokens
+
     def resolve(self, tokens: list[int | None]) -> None:
-        self._tell(lambda: self.tokens.set_result(tokens))
+        self._tell(tokens, None)
 
     def fail(self, error: KvrelayError) -> None:
-        self._tell(lambda: self.tokens.set_exception(error))
+        self._tell([], error)
 
-    def _tell(self, callback: Callable[[], None]) -> None:
+    def _settle(self, tokens: list[int | None], error: KvrelayError | None) -> None:
+        self.left.set_result(None)
+        if self.tokens.done():
+            return  # the caller was cancelled
+        if error is None:
+            self.tokens.set_result(tokens)
+        else:
+            self.tokens.set_exception(error)
+
+    def _tell(self, tokens: list[int | None], error: KvrelayError | None) -> None:
         try:
-            self.loop.call_soon_threadsafe(callback)
+            self.loop.call_soon_threadsafe(self._settle, tokens, error)
         except RuntimeError:
             if not self.loop.is_closed():
                 raise
@@ -76,14 +106,22 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    async def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
-        """See Engine.step. When it returns or raises, also by cancellation, the engine has left the step.
+    async def step(
+        self,
+        steps: Sequence[SequenceStep],
+        is_cancelled: Callable[[], bool],
+        *,
+        adopt: Sequence[int] = (),
+        publish: Sequence[int] = (),
+    ) -> list[int | None]:
+        """See Engine.step; blocks to be adopted before it, and published after it, go the same way without a detour.
 
+        When it returns or raises, also by cancellation, the engine has left the step.
         Raises InvalidTransition when a step is under way, EngineError also for what the engine did not foresee.
         """
         if self._current is not None or self._last is not None or not self._thread.is_alive():
             raise InvalidTransition(f"{self._thread.name} takes one step at a time, and none when it is not running")
-        job = self._current = _Job(steps, is_cancelled)
+        job = self._current = _Job(steps, is_cancelled, adopt, publish)
         self._jobs.put(job)
         try:
             return await self._tokens_of(job)
@@ -108,11 +146,12 @@ class EngineThread:
 
     async def _tokens_of(self, job: _Job) -> list[int | None]:
         try:
-            return await asyncio.shield(job.tokens)
+            return await job.tokens
         except asyncio.CancelledError:
             job.is_abandoned = True
-            with contextlib.suppress(KvrelayError):  # nobody wants the step any more, nor its error
-                await finish_regardless(job.tokens)
+            if job.tokens.done() and not job.tokens.cancelled():
+                job.tokens.exception()  # seen: nobody wants the step any more, nor its error
+            await finish_regardless(job.left)
             raise
 
     def _run(self) -> None:
@@ -125,7 +164,7 @@ class EngineThread:
         failure: KvrelayError | None = None
         tokens: list[int | None] = []
         try:
-            tokens = self._engine.step(job.steps, job.is_cancelled)
+            tokens = job.run(self._engine)
         except KvrelayError as error:
             failure = error
         except Exception as error:

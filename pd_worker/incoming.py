@@ -73,6 +73,7 @@ class IncomingHandoff:
     def __init__(self, home: IncomingHandoffs, ticket: Ticket, holder: str, outcome: Outcome) -> None:
         self.ticket = ticket
         self.num_bytes = 0
+        self._paths: set[str] = set()
         self._home = home
         self._holder = holder
         self._outcome = outcome
@@ -95,7 +96,8 @@ class IncomingHandoff:
     def report(self) -> HandoffCommitted:
         """What the committed handoff was, for the router."""
         ticket, waited_s = self.ticket, self._loop.time() - self.issued_s
-        return HandoffCommitted(ticket.addresses[0].path, ticket.num_blocks, self.num_bytes, waited_s)
+        paths = [address.path for address in ticket.addresses if address.path in self._paths]
+        return HandoffCommitted("+".join(paths), ticket.num_blocks, self.num_bytes, waited_s)
 
     def renew(self) -> None:
         """The writer is alive. Raises StaleTicket when the handoff has failed."""
@@ -148,8 +150,10 @@ class IncomingHandoff:
         """What the transport saw. Events of a decided ticket were under way when it was decided."""
         now_s = self._last_news_s = self._loop.time()
         match event:
-            case BlocksArrived(ref=ref, verified=verified, corrupt=corrupt, num_bytes=num_bytes):
+            case BlocksArrived(ref=ref, verified=verified, corrupt=corrupt, num_bytes=num_bytes, path=path):
                 self.num_bytes += num_bytes
+                if verified:
+                    self._paths.add(path)
                 self._corrupt.difference_update(verified)
                 events: list[TicketEvent] = [BlockVerified(ref, index, now_s) for index in verified]
                 events += [BlockCorrupt(ref, index, now_s) for index in corrupt]

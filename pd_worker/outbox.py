@@ -16,6 +16,16 @@ MAX_ITEMS = 1024
 """A router that lets so many messages of one request wait has stopped reading it."""
 
 
+async def let_messages_out() -> None:
+    """Returns when the readers of outboxes have sent what was put in before, unless the router reads too slowly.
+
+    For loops that keep the engine busy: where it shares a core with the event loop, messages that have not left when
+    its next step begins wait until the kernel takes the core from it, which is milliseconds.
+    """
+    await asyncio.sleep(0)  # the readers take their messages
+    await asyncio.sleep(0)  # their connections write them
+
+
 class Outbox:
     """A bounded queue with an end. One reader: `async for item in outbox`.
 
@@ -25,7 +35,7 @@ class Outbox:
     def __init__(self, max_items: int = MAX_ITEMS) -> None:
         self._max_items = max_items
         self._items: deque[msgspec.Struct] = deque()
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # a bare future: one wakes for every token of every stream
         self._is_over = False
         self._error: KvrelayError | None = None
 
@@ -38,7 +48,7 @@ class Outbox:
         if len(self._items) >= self._max_items:
             return DeadlineExceeded(f"{len(self._items)} messages of this request wait and nobody reads them")
         self._items.append(item)
-        self._news.set()
+        self._wake()
         return None
 
     def end(self, error: KvrelayError | None) -> None:
@@ -46,7 +56,7 @@ class Outbox:
         if not self._is_over:
             self._is_over = True
             self._error = error
-            self._news.set()
+            self._wake()
 
     def __aiter__(self) -> Outbox:
         return self
@@ -57,6 +67,13 @@ class Outbox:
                 raise self._error
             if self._is_over:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         return self._items.popleft()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -45,6 +45,8 @@ from pd_worker.incoming import RENEWALS_PER_LEASE
 _log = logging.getLogger(__name__)
 
 ABANDON_TIMEOUT_S = 1.0
+DIGEST_AT_ONCE_BYTES = 16 << 20
+"""So many bytes have their digests within about two milliseconds: less than a detour over another thread may cost."""
 
 
 class OutgoingPath:
@@ -84,7 +86,13 @@ class OutgoingPath:
         await self.control.close()
         self._digesting.shutdown(wait=True)  # idle: every digest was awaited
 
-    def _digest_all(self, block_ids: list[int]) -> list[int]:
+    def digests_at_once(self, block_ids: Sequence[int]) -> list[int] | None:
+        """The same without a detour, while the event loop stands still; None when that would be for too long."""
+        if len(block_ids) * self._memory.block_bytes > DIGEST_AT_ONCE_BYTES:
+            return None
+        return self._digest_all(block_ids)
+
+    def _digest_all(self, block_ids: Sequence[int]) -> list[int]:
         return [block_digest(self._memory.block(block_id)) for block_id in block_ids]
 
 
@@ -185,10 +193,8 @@ class OutgoingHandoff:
     async def _push(self, indices: list[int]) -> None:
         """A push that fails is no end: the verdict will say what is missing, as long as the receiver lives."""
         block_ids = [self._block_ids[index] for index in indices]
-        fresh = [index for index in indices if index not in self._digests]
         try:
-            digests = await self._path.digests([self._block_ids[index] for index in fresh])
-            self._digests.update(zip(fresh, digests, strict=True))
+            await self._make_digests([index for index in indices if index not in self._digests])
             receipt = await self._path.sender.push(
                 self.ticket,
                 indices,
@@ -201,6 +207,17 @@ class OutgoingHandoff:
             return
         self.num_bytes += receipt.num_bytes
         self._path.counters.add("kv_bytes_sent_total", receipt.num_bytes)
+
+    async def _make_digests(self, indices: list[int]) -> None:
+        """Of blocks that have none yet. Those of the last chunk are what the client's next token waits for."""
+        block_ids = [self._block_ids[index] for index in indices]
+        digests: list[int] | None = None
+        if self._life.first_token is not None:
+            await asyncio.sleep(0)  # the first token is about to leave
+            digests = self._path.digests_at_once(block_ids)
+        if digests is None:
+            digests = await self._path.digests(block_ids)
+        self._digests.update(zip(indices, digests, strict=True))
 
     def _push_ended(self, push: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""

@@ -12,7 +12,15 @@ import msgspec
 
 from pd_core.config import Config
 from pd_core.engine import Engine
-from pd_core.errors import InvalidRequest, InvalidTransition, KvrelayError, LayoutMismatch, Unavailable, WorkerLost
+from pd_core.errors import (
+    InvalidRequest,
+    InvalidTransition,
+    KvrelayError,
+    LayoutMismatch,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
 from pd_core.layout import BLOCK_TOKENS, check_pairing
 from pd_core.ledger import BlockLedger
 from pd_core.memory import BlockMemory
@@ -32,9 +40,12 @@ from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
+from pd_worker.open_requests import OpenRequests
+from pd_worker.room_news import RoomNews
 
 _log = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 1.0
 SETTLE_S = 5.0
 """How long blocks of cut requests may take to come back when a worker stops."""
 ENGINE_CLOSE_S = 5.0
@@ -62,38 +73,6 @@ class Work(Protocol):
     def cut(self, error: KvrelayError) -> None:
         """Ends every request with this error."""
         ...
-
-
-class OpenRequests:
-    """Requests that hold anything here, until they hold nothing any more."""
-
-    def __init__(self) -> None:
-        self._ids: set[str] = set()
-        self._left = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ids
-
-    def enter(self, request_id: str) -> None:
-        self._ids.add(request_id)
-
-    def leave(self, request_id: str) -> None:
-        self._ids.discard(request_id)
-        self._left.set()
-
-    async def wait_empty(self, within_s: float) -> bool:
-        """Whether there is none any more, at the latest after so long."""
-        try:
-            async with asyncio.timeout(within_s):
-                while self._ids:
-                    self._left.clear()
-                    await self._left.wait()
-        except TimeoutError:
-            return not self._ids
-        return True
 
 
 def check_peer(ours: PeerIdentity, theirs: PeerIdentity) -> None:
@@ -129,6 +108,7 @@ class WorkerShell:
         self.engine_thread = EngineThread(engine, name)
         self.counters = Counters()
         self.requests = OpenRequests()
+        self.room = RoomNews()
         self._state = WorkerState.READY
         self._failure: WorkerLost | None = None
         self._failed = asyncio.Event()
@@ -165,6 +145,11 @@ class WorkerShell:
         if lowest < 0 or highest >= self.engine.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequest(f"token {wrong} is not in a vocabulary of {self.engine.vocab_size}", param="messages")
+
+    def no_room(self, why: str) -> Overloaded:
+        """What a request is refused with now; watchers are told as soon as there is room again."""
+        self.room.refused()
+        return Overloaded(why, retry_after_s=RETRY_AFTER_S)
 
     def fail(self, fault: BaseException) -> None:
         """A fault of ours: something that requests depend on is not done any more, so this boot can serve none.
@@ -219,8 +204,9 @@ class WorkerShell:
         if not body.interval_s > 0:
             raise InvalidRequest(f"an interval of {body.interval_s} s is none", param="interval_s")
         while True:
+            mark = self.room.mark()
             yield self._status()
-            await asyncio.sleep(body.interval_s)
+            await self.room.wait(mark, body.interval_s)
 
     async def _read_ledger(self, _: ReadLedger, __: CallContext) -> AsyncIterator[LedgerSnapshot]:
         yield LedgerSnapshot(self.ledger.report())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from pd_core.engine import SequenceStep
 from pd_core.errors import KvrelayError
 from pd_core.messages import ChunkDone, PrefillDone, StartPrefill
@@ -11,7 +9,9 @@ from pd_core.request import GenerateRequest
 from pd_core.ticket import Ticket
 from pd_worker.outbox import Outbox
 from pd_worker.outgoing import OutgoingHandoff
-from prefill_worker.policy import chunk_end
+from pd_worker.policy import PromptWork, Share
+from pd_worker.step_run import PartDone, StepPart
+from prefill_worker.policy import indices_done
 
 
 class PrefillJob:
@@ -20,7 +20,6 @@ class PrefillJob:
     holder:      its name in the ledger
     block_ids:   blocks of the whole prompt, whatever part of them the ticket ships
     handoff:     set right after the admission
-    is_unwanted: set when the engine may leave the job's step; read by the engine's thread
     is_finished: the first token was the last: nobody needs the KV
     is_released: the handoff needs the blocks no more; they are free when the engine has left too
     """
@@ -32,11 +31,11 @@ class PrefillJob:
         self.block_ids = block_ids
         self.outbox = outbox
         self.handoff: OutgoingHandoff | None = None
-        self.is_unwanted = threading.Event()
         self.is_finished = False
         self.is_released = False
         self.num_computed = 0
         self.admitted_s = now_s
+        self._waits_since_s = now_s
         self.chunks: list[ChunkDone] = []
         self.first_token_s = 0.0
 
@@ -52,25 +51,40 @@ class PrefillJob:
     def is_over(self) -> bool:
         return self.outbox.is_over
 
-    def next_step(self, chunk_tokens: int) -> SequenceStep:
-        """The next chunk; the last one draws the first token."""
-        end = chunk_end(self.num_computed, self.num_prompt, chunk_tokens)
-        return SequenceStep(
-            tokens=self.request.tokens[self.num_computed : end],
-            start=self.num_computed,
-            block_ids=self.block_ids,
-            sample=self.request.sampling if end == self.num_prompt else None,
-        )
+    def work(self, now_s: float) -> PromptWork:
+        """What the choice of the next chunks looks at."""
+        return PromptWork(self.num_computed, self.num_prompt, now_s - self._waits_since_s)
 
-    def take(self, step: SequenceStep, began_s: float, now_s: float) -> None:
-        """The step's KV is in our blocks."""
-        self.num_computed = step.end
-        self.chunks.append(ChunkDone(step.start, len(step.tokens), began_s - self.admitted_s, now_s - began_s))
+    def part(self, share: Share) -> StepPart:
+        """Its share of the next step; the last one draws the first token. Blocks that it finishes are published."""
+        step = SequenceStep(
+            tokens=self.request.tokens[share.start : share.end],
+            start=share.start,
+            block_ids=self.block_ids,
+            sample=self.request.sampling if share.end == self.num_prompt else None,
+        )
+        finished = [self.block_ids[self.ticket.first_block + index] for index in self._indices_done(share.end)]
+        return StepPart(step, self._is_unwanted, publish=finished)
+
+    def take(self, share: Share, done: PartDone) -> list[int]:
+        """The share's KV is in our blocks; the blocks of the ticket's range that are final with it."""
+        indices = self._indices_done(share.end)
+        self.num_computed = share.end
+        self._waits_since_s = done.ended_s
+        took_s = done.ended_s - done.began_s
+        self.chunks.append(ChunkDone(share.start, share.num_tokens, done.began_s - self.admitted_s, took_s))
+        return indices
 
     def end(self, error: KvrelayError | None) -> None:
         """Nothing is sent to the router after this, and the engine may leave. The first end counts."""
         self.outbox.end(error)
-        self.is_unwanted.set()
+
+    def _is_unwanted(self) -> bool:
+        return self.is_over
+
+    def _indices_done(self, end: int) -> list[int]:
+        num_ready = 0 if self.handoff is None else self.handoff.num_ready
+        return indices_done(self.ticket, num_ready, end, self.num_prompt)
 
     def report(self, now_s: float) -> PrefillDone:
         """What the handoff was, for the router."""

@@ -1,33 +1,15 @@
-"""How a prompt is cut into chunks, what a chunk finishes, and whose chunk is next. Pure.
+"""What a prefill worker takes, and what a chunk finishes; whose chunk is next says pd_worker.policy. Pure.
 
-    tokens:  0 ....... chunk_tokens ....... 2 x chunk_tokens .... num_prompt
-             |--- one step ---|------ one step ------|-- the rest --|  -> first token
-    blocks:  |0|1|2|...|      all full: final                    |n|     the last may be partly filled
-
-Chunks start at absolute multiples of `chunk_tokens`, whatever was computed before.
+tokens:  0 ....... chunk_tokens ....... 2 x chunk_tokens .... num_prompt
+         |--- one step ---|------ one step ------|-- the rest --|  -> first token
+blocks:  |0|1|2|...|      all full: final                    |n|     the last may be partly filled
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
-
 from pd_core.errors import ContextLengthExceeded, TransferError
 from pd_core.layout import BLOCK_TOKENS, blocks_for
 from pd_core.ticket import Ticket
-
-
-class Prompt(Protocol):
-    """What the choice of the next chunk looks at."""
-
-    @property
-    def is_computed(self) -> bool: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-
-P = TypeVar("P", bound=Prompt)
 
 
 def check_fits(num_prompt: int, context_tokens: int, num_pool_blocks: int) -> None:
@@ -50,11 +32,6 @@ def check_range(ticket: Ticket, num_prompt: int) -> None:
         )
 
 
-def chunk_end(start: int, num_prompt: int, chunk_tokens: int) -> int:
-    """Where the chunk that starts at `start` ends: at the next multiple of chunk_tokens, or with the prompt."""
-    return min(num_prompt, (start // chunk_tokens + 1) * chunk_tokens)
-
-
 def blocks_done(end: int, num_prompt: int) -> int:
     """Blocks, from the first on, that are final when positions 0 .. end - 1 of the prompt are computed.
 
@@ -68,8 +45,3 @@ def indices_done(ticket: Ticket, num_ready: int, end: int, num_prompt: int) -> l
     first ones, which were final before."""
     num_done = blocks_done(end, num_prompt) - ticket.first_block
     return list(range(num_ready, min(num_done, ticket.num_blocks)))
-
-
-def next_prompt(prompts: Sequence[P]) -> P | None:
-    """Whose chunk is next: first come, first served. `prompts` is in order of arrival."""
-    return next((prompt for prompt in prompts if not prompt.is_computed and not prompt.is_over), None)

@@ -11,8 +11,8 @@ import msgspec
 
 from kv_transport.interface import BlockSender
 from pd_core.config import Config
-from pd_core.engine import Engine, SequenceStep
-from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, Overloaded, WorkerLost
+from pd_core.engine import Engine
+from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, WorkerLost
 from pd_core.layout import blocks_for
 from pd_core.memory import BlockMemory
 from pd_core.messages import StartPrefill, TokenMade, WorkerEndpoint
@@ -22,15 +22,15 @@ from pd_rpc.server import CallContext
 from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.control import ControlConnections
-from pd_worker.outbox import Outbox
+from pd_worker.outbox import Outbox, let_messages_out
 from pd_worker.outgoing import OutgoingHandoff, OutgoingPath
+from pd_worker.policy import Share, next_shares
 from pd_worker.shell import WorkerShell, check_peer, log_extra
+from pd_worker.step_run import PartDone, StepRunner
 from prefill_worker.job import PrefillJob
-from prefill_worker.policy import check_fits, check_range, indices_done, next_prompt
+from prefill_worker.policy import check_fits, check_range
 
 _log = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1.0
 
 SenderFactory = Callable[[BlockMemory, PeerIdentity], BlockSender]
 """Makes the sending side of the pool."""
@@ -70,7 +70,9 @@ class PrefillWorker:
             self._shell.fail,
         )
         self._jobs: dict[str, PrefillJob] = {}
-        self._stepping: PrefillJob | None = None
+        self._runner = StepRunner(self._shell.engine_thread)
+        self._loop = asyncio.get_running_loop()
+        self._stepping: list[PrefillJob] = []
         self._news = asyncio.Event()
         self._tasks = BackgroundTasks(self._shell.fail)
 
@@ -128,15 +130,15 @@ class PrefillWorker:
         shell.check_request(request)
         check_fits(len(request.tokens), shell.engine.context_tokens, shell.ledger.num_blocks)
         check_range(ticket, len(request.tokens))
-        job = PrefillJob(body, [], Outbox(), asyncio.get_running_loop().time())
+        job = PrefillJob(body, [], Outbox(), self._loop.time())
         if job.holder in shell.requests:
             raise InvalidRequest(f"attempt {job.holder} is here already")
         if len(self._jobs) >= self._config.max_running:
-            raise Overloaded(f"{self._config.max_running} prompts are here already", retry_after_s=RETRY_AFTER_S)
+            raise shell.no_room(f"{self._config.max_running} prompts are here already")
         num_blocks, num_free = blocks_for(len(request.tokens)), shell.ledger.num_free
         block_ids = shell.ledger.try_hold(job.holder, num_blocks)
         if block_ids is None:
-            raise Overloaded(f"{num_blocks} blocks are needed, {num_free} are free", retry_after_s=RETRY_AFTER_S)
+            raise shell.no_room(f"{num_blocks} blocks are needed, {num_free} are free")
         job.block_ids = block_ids
         shell.requests.enter(job.holder)
         self._jobs[job.holder] = job
@@ -147,63 +149,74 @@ class PrefillWorker:
         return job
 
     async def _compute(self) -> None:
-        """Chunk after chunk for ever; ends by cancellation, and then no step is under way."""
+        """Step after step for ever; ends by cancellation, and then no step is under way."""
         while True:
+            await let_messages_out()
             self._news.clear()
-            job = next_prompt(list(self._jobs.values()))
-            if job is None:
+            chosen = self._next_shares()
+            if not chosen:
                 await self._news.wait()
                 continue
-            self._stepping = job
+            self._stepping = [job for job, _ in chosen]
             try:
-                await self._run_chunk(job, job.next_step(self._config.chunk_tokens))
+                await self._run_step(chosen)
             finally:
-                self._stepping = None
-                if job.is_released:
-                    self._free(job)
+                stepping, self._stepping = self._stepping, []
+                for job in stepping:
+                    if job.is_released:
+                        self._free(job)
 
-    async def _run_chunk(self, job: PrefillJob, step: SequenceStep) -> None:
-        began_s = asyncio.get_running_loop().time()
-        try:
-            [token] = await self._shell.engine_thread.step([step], job.is_unwanted.is_set)
-        except KvrelayError as error:  # Cancelled among them: then the job is over already
-            self._end(job, error)
-            return
-        now_s = asyncio.get_running_loop().time()
-        job.take(step, began_s, now_s)
-        self._shell.counters.add("prefill_tokens_total", len(step.tokens))
-        if not job.is_over:
-            self._chunk_done(job, token, now_s)
+    def _next_shares(self) -> list[tuple[PrefillJob, Share]]:
+        """Whose chunks make up the next step; none when nobody has anything left to compute."""
+        jobs = [job for job in self._jobs.values() if not job.is_computed and not job.is_over]
+        now_s, chunk_tokens = self._loop.time(), self._config.chunk_tokens
+        works = [job.work(now_s) for job in jobs]
+        shares = next_shares(works, chunk_tokens, chunk_tokens, self._config.ageing_tokens_per_s)
+        return [(jobs[share.index], share) for share in shares]
 
-    def _chunk_done(self, job: PrefillJob, token: int | None, now_s: float) -> None:
+    async def _run_step(self, chosen: list[tuple[PrefillJob, Share]]) -> None:
+        outcomes = await self._runner.run([job.part(share) for job, share in chosen])
+        for (job, share), outcome in zip(chosen, outcomes, strict=True):
+            match outcome:
+                case PartDone():
+                    indices = job.take(share, outcome)
+                    self._shell.counters.add("prefill_tokens_total", share.num_tokens)
+                    if not job.is_over:
+                        self._chunk_done(job, indices, outcome)
+                case None:
+                    continue  # the job is over; had it not been, the next step would be the same again
+                case error:
+                    _log.error("prefill step failed: %s", error, extra=log_extra(job.request, job.ticket.ref.attempt))
+                    self._end(job, error)
+
+    def _chunk_done(self, job: PrefillJob, indices: list[int], done: PartDone) -> None:
         """The first token goes to the router before anything else; then the chunk's blocks to the decode worker."""
-        if job.handoff is None:
+        handoff = job.handoff
+        if handoff is None:
             return
         if not job.is_computed:
-            self._push(job, job.handoff)
+            if indices:
+                handoff.blocks_ready(indices)
             return
-        if token is None:
+        if done.token is None:
             self._end(job, EngineError("the engine drew no first token"))
             return
-        job.first_token_s = now_s
-        finish = finish_after(job.request, token, 1)
-        first = FirstToken(token, job.request.first_index, finish)
-        job.outbox.try_put(TokenMade(first.index, token, finish))
+        job.first_token_s = done.ended_s
+        finish = finish_after(job.request, done.token, 1)
+        first = FirstToken(done.token, job.request.first_index, finish)
+        job.outbox.try_put(TokenMade(first.index, done.token, finish))
         if finish is not None:
             job.is_finished = True
-            job.handoff.let_go(Cancelled("the first token was the last"))
+            handoff.let_go(Cancelled("the first token was the last"))
             return
-        self._push(job, job.handoff)
-        job.handoff.prompt_computed(first)
-
-    def _push(self, job: PrefillJob, handoff: OutgoingHandoff) -> None:
-        indices = indices_done(job.ticket, handoff.num_ready, job.num_computed, job.num_prompt)
         if indices:
             handoff.blocks_ready(indices)
+        handoff.prompt_computed(first)
 
     def _end(self, job: PrefillJob, error: KvrelayError) -> None:
         """From outside or by a failure, at any moment of its life."""
         job.end(error)
+        self._runner.reconsider()
         if job.handoff is not None:
             job.handoff.give_up(error)
 
@@ -212,10 +225,11 @@ class PrefillWorker:
         if job.is_finished:
             error = None
         if error is None:
-            job.outbox.try_put(job.report(asyncio.get_running_loop().time()))
+            job.outbox.try_put(job.report(self._loop.time()))
         job.end(error)
+        self._runner.reconsider()
         job.is_released = True
-        if job is not self._stepping:
+        if job not in self._stepping:
             self._free(job)
 
     def _free(self, job: PrefillJob) -> None:
@@ -223,5 +237,6 @@ class PrefillWorker:
         self._shell.ledger.release(job.holder)
         del self._jobs[job.holder]
         self._shell.requests.leave(job.holder)
+        self._shell.room.freed()
         extra = log_extra(job.request, job.ticket.ref.attempt) | {"num_chunks": len(job.chunks)}
         _log.info("prompt over", extra=extra)

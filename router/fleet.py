@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -15,8 +15,9 @@ from pd_core.ledger import LedgerReport
 from pd_core.messages import LedgerSnapshot, ReadLedger, WorkerEndpoint, WorkerStatus
 from router import view as cluster_view
 from router.faults import Faults
-from router.policy import Demand, Placement
-from router.view import ClusterView, OurWork, Rules, WorkerRef
+from router.legs import WorkerMessages
+from router.policy import Demand, Placement, works_of
+from router.view import ClusterView, Rules, WorkerRef
 from router.worker_link import Connect, WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ class Fleet:
         return self.view.workers[name].ref
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, ref: WorkerRef, body: msgspec.Struct, deadline_s: float
-    ) -> AsyncIterator[AsyncIterator[Any]]:
+    async def stream(self, ref: WorkerRef, body: msgspec.Struct, deadline_s: float) -> AsyncIterator[WorkerMessages]:
         """A stream of this boot of the worker. Raises WorkerLost when it is not connected."""
         link = self._links.get(ref.name)
         if link is None or link.ref != ref:
@@ -109,19 +108,35 @@ class Fleet:
     # our own requests
 
     def placed(self, placement: Placement, work_id: str, demand: Demand) -> None:
-        legs = ((placement.prefill, demand.num_prefill_blocks), (placement.decode, demand.num_decode_blocks))
-        for name, num_blocks in legs:
-            work = OurWork(demand.num_prompt, num_blocks)
+        works = works_of(placement, demand, self.view, self._clock())
+        for name, work in works.items():
             self.view = cluster_view.placed(self.view, self.ref_of(name), work_id, work)
 
-    def started(self, ref: WorkerRef, work_id: str) -> None:
-        self.view = cluster_view.started(self.view, ref, work_id)
+    def admitted(self, ref: WorkerRef, work_id: str) -> None:
+        self.view = cluster_view.admitted(self.view, ref, work_id)
+
+    def computed(self, ref: WorkerRef, work_id: str) -> None:
+        self.view = cluster_view.computed(self.view, ref, work_id, self._clock())
+
+    def preempted(self, ref: WorkerRef, work_id: str) -> None:
+        self.view = cluster_view.preempted(self.view, ref, work_id)
+
+    def resumed(self, ref: WorkerRef, work_id: str) -> None:
+        self.view = cluster_view.resumed(self.view, ref, work_id)
 
     def refused(self, ref: WorkerRef) -> None:
         self.view = cluster_view.refused(self.view, ref)
 
-    def released(self, ref: WorkerRef, work_id: str) -> None:
-        self.view = cluster_view.released(self.view, ref, work_id)
+    def released(self, ref: WorkerRef, work_id: str, num_made: int) -> None:
+        self.view = cluster_view.released(self.view, ref, work_id, num_made)
+
+    def answered(self, num_tokens: int) -> None:
+        self.view = cluster_view.answered(self.view, num_tokens)
+
+    def progress_s(self, ref: WorkerRef) -> float:
+        """When this boot was last heard to have run more tokens than before; long ago for another boot."""
+        worker = self.view.workers.get(ref.name)
+        return worker.progress_s if worker is not None and worker.ref == ref else 0.0
 
     # what links say
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,14 +13,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from pd_core.config import RouterConfig
 from pd_core.errors import InvalidRequest, KvrelayError, NotFound, UnknownModel
 from pd_model.model_assets import ModelAssets
-from router.chat_endpoint import ChatEndpoint
+from router.chat_api import ChatApi
+from router.completion_api import CompletionApi
+from router.generate_endpoint import GenerateEndpoint
 from router.http_errors import Forbidden, MethodNotAllowed, error_headers, error_json
+from router.http_front import Front, is_loopback
+from router.json_body import said
 from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.prompt import PromptReader
 from router.readiness import readiness
+from router.request_page import request_page
 from router.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -34,15 +40,21 @@ def build_app(
     *,
     config: RouterConfig,
     clock: Callable[[], float],
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application."""
     pages = _Pages(serving, assets, metrics, clock)
-    chat = ChatEndpoint(serving, assets, config, clock, metrics.replied)
+    reader = PromptReader(assets, max_waiting=config.max_queue)
+    chat, completion = ChatApi(assets, reader), CompletionApi(assets, reader)
+    generators: dict[str, ASGIApp] = {
+        "/v1/chat/completions": GenerateEndpoint(chat, serving, assets, config, clock, metrics.replied),
+        "/v1/completions": GenerateEndpoint(completion, serving, assets, config, clock, metrics.replied),
+    }
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generators.items()),
             Route("/v1/models", pages.models, methods=["GET"]),
             Route("/v1/models/{model:path}", pages.model, methods=["GET"]),
+            Route("/v1/requests/{request_id}", pages.request, methods=["GET"]),
             Route("/health", pages.health, methods=["GET"]),
             Route("/ready", pages.ready, methods=["GET"]),
             Route("/metrics", pages.metrics, methods=["GET"]),
@@ -55,11 +67,11 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False  # a redirect has no error body, and clients do not follow it with a POST
-    return app
+    return Front(generators, app, config.host, metrics.replied)
 
 
 class _Pages:
-    """Everything but the chat route."""
+    """Everything that generates no text."""
 
     def __init__(
         self, serving: Serving, assets: ModelAssets, metrics: RouterMetrics, clock: Callable[[], float]
@@ -75,8 +87,12 @@ class _Pages:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self._model["id"]:
-            raise UnknownModel(f"the model {name!r} is not served here; {self._model['id']!r} is", param="model")
+            raise UnknownModel(f"the model {said(name)} is not served here; {self._model['id']!r} is", param="model")
         return _json(self._model)
+
+    async def request(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        return _json(request_page(request_id, self._serving.timelines(request_id)))
 
     async def health(self, _request: Request) -> Response:
         return _json({"status": "alive"})
@@ -89,7 +105,7 @@ class _Pages:
         return Response(self._metrics.scrape(), headers={"content-type": CONTENT_TYPE})
 
     async def ledger(self, request: Request) -> Response:
-        if request.client is None or not _is_loopback(request.client.host):
+        if request.client is None or not is_loopback(request.client.host):
             raise Forbidden("/debug/ledger answers on the loopback address only")
         reports = await self._serving.fleet.read_ledgers()
         shown = {
@@ -97,13 +113,6 @@ class _Pages:
             for name, report in reports.items()
         }
         return _json({"workers": shown})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import httptools
 import msgspec
@@ -20,7 +21,7 @@ from pd_core.errors import InvalidRequest, KvrelayError, Unavailable
 from router.http_errors import error_headers, error_json
 
 logger = logging.getLogger(__name__)
-
+access_log = logging.getLogger("router.access")
 
 LINGER_S = 1.0
 """How long a client that is refused may go on sending before its connection is cut."""
@@ -58,21 +59,25 @@ class TooManyConnections(Unavailable):
     code = "too_many_connections"
 
 
-def bounded_connection(given: HttpLimits, given_stall_s: float) -> type[BoundedConnection]:
-    """The protocol class that uvicorn makes one of for each connection."""
+def bounded_connection(
+    given: HttpLimits, given_stall_s: float, on_reply: Callable[[int], None]
+) -> type[BoundedConnection]:
+    """The protocol class that uvicorn makes one of for each connection. on_reply: told the status of its own replies"""
 
     class Configured(BoundedConnection):
         limits = given
         stall_s = given_stall_s
+        replied = staticmethod(on_reply)
 
     return Configured
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """limits, stall_s: set by `bounded_connection`; stall_s: how long a client may leave unread what we sent"""
+    """Its settings come from `bounded_connection`. stall_s: how long a client may leave unread what we sent"""
 
     limits: HttpLimits
     stall_s: float
+    replied: Callable[[int], None]
 
     _stall_timer: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
@@ -192,6 +197,9 @@ class BoundedConnection(HttpToolsProtocol):
         ]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
         self.transport.write(STATUS_LINE[error.http_status] + lines + b"\r\n" + body)
+        self.replied(error.http_status)
+        client = None if self.client is None else self.client[0]
+        access_log.info("refused", extra={"client": client, "status": error.http_status, "error": error.code})
 
     # Deadlines
 

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,7 +27,10 @@ SEND_BUFFER_BYTES = 256 * 1024
 
 
 class HttpServer:
-    """Serves one ASGI application on one address, from `start` until `stop`."""
+    """Serves one ASGI application on one address, from `start` until `stop`.
+
+    on_reply: told the status of replies that the application has no part in
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class HttpServer:
         host: str,
         port: int,
         faults: Faults,
+        on_reply: Callable[[int], None],
         stall_s: float = STALL_S,
         limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     ) -> None:
@@ -43,7 +47,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=bounded_connection(limits, stall_s),
+                http=bounded_connection(limits, stall_s, on_reply),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from router.serving import Serving
 from router.timeline import Timeline
@@ -32,14 +35,32 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._prompt_tokens = Counter("kvrelay_prompt_tokens", "Tokens of prompts", registry=self.registry)
-        self._tokens = Counter("kvrelay_generated_tokens", "Tokens given to clients", registry=self.registry)
         self._kv_bytes = Counter("kvrelay_handoff_bytes", "KV bytes handed over", ["path"], registry=self.registry)
         self._ttft = self._seconds("kvrelay_ttft_seconds", "From a request's arrival to its first token")
         self._queue = self._seconds("kvrelay_queue_seconds", "From a request's arrival in the queue to its turn")
         self._e2e = self._seconds("kvrelay_e2e_seconds", "From a request's arrival to its end, if it finished")
-        self._gap = Histogram(
-            "kvrelay_itl_seconds", "From one token to the next", registry=self.registry, buckets=_GAP_SECONDS
+        self._exposed = Histogram(
+            "kvrelay_handoff_exposed_seconds",
+            "From a request's first token to decode's having all its KV",
+            ["path"],
+            registry=self.registry,
+            buckets=_SECONDS,
         )
+        self._handoff = Histogram(
+            "kvrelay_handoff_seconds",
+            "From a ticket to its commit: computing the prompt, and moving its KV meanwhile",
+            ["path"],
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._preemptions = Counter(
+            "kvrelay_preemptions", "Sequences whose blocks were given to older ones", registry=self.registry
+        )
+        self._refusals = Counter(
+            "kvrelay_turns_given_back", "Placements that a worker refused for want of room", registry=self.registry
+        )
+        self._gaps = TokenGaps()
+        self.registry.register(self._gaps)
 
     def _seconds(self, name: str, sentence: str) -> Histogram:
         return Histogram(name, sentence, registry=self.registry, buckets=_SECONDS)
@@ -48,9 +69,7 @@ class RouterMetrics:
         self._replies.labels(str(status)).inc()
 
     def token_came(self, gap_s: float | None) -> None:
-        self._tokens.inc()
-        if gap_s is not None:
-            self._gap.observe(gap_s)
+        self._gaps.add(gap_s)
 
     def request_over(self, timeline: Timeline) -> None:
         self._outcomes.labels(timeline.outcome).inc()
@@ -63,6 +82,11 @@ class RouterMetrics:
             self._e2e.observe(timeline.e2e_s)
         if timeline.num_kv_bytes is not None and timeline.path is not None:
             self._kv_bytes.labels(timeline.path).inc(timeline.num_kv_bytes)
+            self._handoff.labels(timeline.path).observe(timeline.handoff_s or 0.0)
+            if timeline.exposed_s is not None:
+                self._exposed.labels(timeline.path).observe(timeline.exposed_s)
+        self._preemptions.inc(timeline.num_preemptions)
+        self._refusals.inc(max(0, timeline.num_attempts - 1))
 
     def watch(self, serving: Serving, clock: Callable[[], float]) -> None:
         """Adds what is read at the moment of a scrape."""
@@ -70,6 +94,34 @@ class RouterMetrics:
 
     def scrape(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class TokenGaps(Collector):
+    """What is counted for every token, so in the cheapest way there is: plain numbers until somebody scrapes.
+
+    gap_s: since the request's token before; None for its first
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_GAP_SECONDS) + 1)
+        self._sum_s = 0.0
+        self._num_first = 0
+
+    def add(self, gap_s: float | None) -> None:
+        if gap_s is None:
+            self._num_first += 1
+        else:
+            self._counts[bisect.bisect_left(_GAP_SECONDS, gap_s)] += 1
+            self._sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        num_tokens = self._num_first + sum(self._counts)
+        yield CounterMetricFamily("kvrelay_generated_tokens", "Tokens given to clients", value=num_tokens)
+        bounds = [*map(floatToGoString, _GAP_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(
+            "kvrelay_itl_seconds", "From one token to the next", buckets=buckets, sum_value=self._sum_s
+        )
 
 
 class ClusterCollector(Collector):

@@ -1,9 +1,9 @@
-"""Messages to token ids: short ones at once, long ones beside the event loop, and only a few of those at a time."""
+"""Prompts to token ids: short ones at once, long ones beside the event loop, and only a few of those at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pd_core.errors import Cancelled, ContextLengthExceeded, Overloaded
@@ -19,7 +19,7 @@ RETRY_S = 1.0
 
 
 class PromptReader:
-    """max_waiting: long prompts that may wait until others have been tokenised."""
+    """One for all endpoints: they share the turns. max_waiting: long prompts that may wait for others."""
 
     def __init__(self, assets: ModelAssets, max_waiting: int) -> None:
         self._assets = assets
@@ -27,28 +27,45 @@ class PromptReader:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._num_long = 0
 
-    async def read(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
-        """The prompt's ids; a prompt of more than `max_tokens` may be refused before it is tokenised.
+    async def read_chat(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
+        """The ids of a conversation; one of more than `max_tokens` may be refused before it is tokenised.
 
         When the caller gives up, a tokenisation that has begun still ends, and holds its turn so long: nothing can
         stop it from outside.
         Raises InvalidRequest from template and tokenizer, ContextLengthExceeded, Overloaded when too many wait.
         """
-        if sum(len(message["content"]) for message in messages) < LONG_CHARACTERS:
-            return self._to_tokens(messages, max_tokens)
+        num_characters = sum(len(message["content"]) for message in messages)
+        return await self._in_turn(num_characters, lambda: self._chat_tokens(messages, max_tokens))
+
+    async def read_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """The ids of each text, in front of it what the model's texts begin with; the name of a special token is that
+        token. As `read_chat` otherwise."""
+        num_characters = sum(map(len, texts))
+        return await self._in_turn(num_characters, lambda: [self._text_tokens(text, max_tokens) for text in texts])
+
+    async def _in_turn(self, num_characters: int, read: Callable[[], T]) -> T:
+        if num_characters < LONG_CHARACTERS:
+            return read()
         if self._num_long >= self._max_long:
             raise Overloaded(f"{self._num_long} long prompts are being read already", retry_after_s=RETRY_S)
         self._num_long += 1
         try:
             async with self._turns:
-                loop = asyncio.get_running_loop()
-                return await finish_regardless(loop.run_in_executor(None, self._to_tokens, messages, max_tokens))
+                return await finish_regardless(asyncio.get_running_loop().run_in_executor(None, read))
         finally:
             self._num_long -= 1
 
-    def _to_tokens(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
+    def _chat_tokens(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
         # What the template makes of the messages is measured, not the messages: it may leave out what they say.
-        text = self._assets.chat_template.render([dict(message) for message in messages])
+        return self._tokens(self._assets.chat_template.render([dict(message) for message in messages]), max_tokens)
+
+    def _text_tokens(self, text: str, max_tokens: int) -> list[int]:
+        prefix = list(self._assets.tokenizer.text_prefix)
+        tokens = self._tokens(text, max_tokens)
+        # Who has written the beginning of the text himself does not want it twice.
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+    def _tokens(self, text: str, max_tokens: int) -> list[int]:
         least = self._assets.tokenizer.least_tokens(text)
         if least > max_tokens:
             raise ContextLengthExceeded(

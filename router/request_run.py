@@ -1,6 +1,6 @@
 """The shell of one request: carries out what its machine (pd_core.request_life) commands, and decides nothing.
 
-    host --Placed--> machine --OpenDecode, OpenPrefill--> a task per leg --messages as events--> machine
+    host --Placed--> machine --Open...--> a task per leg --messages as events--> machine
                         '--Deliver, Fail--> the buffer that the client's side reads
 
 A leg is one stream of one worker, read by one task. The buffer needs no bound of its own: it holds what the client has
@@ -11,26 +11,17 @@ up nobody else on the worker's connection and loses nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from pd_core.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidTransition,
-    KvrelayError,
-    Overloaded,
-    ProtocolError,
-    WorkerLost,
-)
-from pd_core.messages import HandoffCommitted, PrefillDone, StartDecode, StartPrefill, TicketGranted, TokenMade
+from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, WorkerLost
+from pd_core.messages import HandoffCommitted, PrefillDone, StartBoth, StartDecode, StartPrefill
 from pd_core.request import FinishReason, GenerateRequest
 from pd_core.request_life import (
+    AnswerComplete,
     ClientLeft,
     CloseLeg,
     Deliver,
@@ -40,20 +31,25 @@ from pd_core.request_life import (
     LegEnded,
     LegFailed,
     LegRefused,
+    OpenBoth,
     OpenDecode,
     OpenPrefill,
     Placed,
+    PromptTaken,
     RequestCommand,
     RequestEvent,
     RequestLife,
     RequestState,
+    SequencePreempted,
     TicketReceived,
     TimeRanOut,
     TokenReceived,
     step,
 )
+from router.legs import LegCall, PlacedLeg, WorkerStream, event_of, event_of_error, read_leg
 from router.policy import Demand, Placement
-from router.timeline import Timeline
+from router.step_clock import StepClock, StepDeadlines
+from router.timeline import PlacementNote, Timeline
 from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
@@ -66,26 +62,6 @@ class TokenEvent(msgspec.Struct, frozen=True):
     token: int
     finish: FinishReason | None
     at_s: float
-
-
-class StepDeadlines(msgspec.Struct, frozen=True):
-    """How long one step of a request may take, whatever its own deadline.
-
-    reserve_s:                  from the placement to the ticket
-    first_token_s, prompt_token_s: from the ticket to the first token: a base, and for every prompt token
-    next_token_s:               from one token to the next, the handoff's commit included
-    linger_s:                   how long a leg whose work is done may take to say so, before it is cancelled
-    """
-
-    reserve_s: float = 5.0
-    first_token_s: float = 60.0
-    prompt_token_s: float = 0.1
-    next_token_s: float = 60.0
-    linger_s: float = 1.0
-
-
-WorkerStream = AbstractAsyncContextManager[AsyncIterator[Any]]
-"""A stream of a worker's messages; leaving it cancels what still runs. Raises the errors of pd_rpc."""
 
 
 class RunHost(Protocol):
@@ -101,12 +77,31 @@ class RunHost(Protocol):
 
     def leg_opened(self, task: asyncio.Task[None]) -> None: ...
 
-    def leg_started(self, ref: WorkerRef, work_id: str) -> None:
-        """The leg's first result has come: the ticket, or the first token."""
+    def leg_admitted(self, ref: WorkerRef, work_id: str) -> None:
+        """The worker has taken the leg's blocks."""
         ...
 
-    def leg_over(self, ref: WorkerRef, work_id: str, task: asyncio.Task[None] | None) -> None:
-        """Nothing of this attempt is on that worker any more. task: None when the leg was never opened."""
+    def prompt_computed(self, ref: WorkerRef, work_id: str, num_prompt: int) -> None:
+        """The first token has come from the worker that computes the prompt."""
+        ...
+
+    def leg_preempted(self, ref: WorkerRef, work_id: str) -> None:
+        """The leg's blocks were given to older ones."""
+        ...
+
+    def leg_resumed(self, ref: WorkerRef, work_id: str) -> None:
+        """After it was preempted, the leg has brought a token again."""
+        ...
+
+    def progress_s(self, ref: WorkerRef) -> float:
+        """When this boot was last heard to have run more tokens than before."""
+        ...
+
+    def leg_over(self, ref: WorkerRef, work_id: str, num_made: int, task: asyncio.Task[None] | None) -> None:
+        """Nothing of this attempt is on that worker any more.
+
+        num_made: tokens of the answer so far; task: None when the leg was never opened
+        """
         ...
 
     def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None: ...
@@ -114,13 +109,6 @@ class RunHost(Protocol):
     def token_came(self, gap_s: float | None) -> None: ...
 
     def run_over(self, run: RequestRun) -> None: ...
-
-
-class _PlacedLeg(msgspec.Struct):
-    """A leg of the present attempt: which boot of which worker it was placed on; no task before it is opened."""
-
-    ref: WorkerRef
-    task: asyncio.Task[None] | None = None
 
 
 class RequestRun:
@@ -139,15 +127,20 @@ class RequestRun:
         steps: StepDeadlines,
     ) -> None:
         self.request = request
-        self.demand = Demand(len(request.tokens), request.max_tokens)
         self.timeline = Timeline(request.request_id, len(request.tokens), arrived_s, queued_s=host.now_s())
+        self.demand = Demand(len(request.tokens), request.max_tokens, since_s=self.timeline.queued_s)
+        self.number = 0
+        """In the line; set when it has had its turn."""
         self._host = host
-        self._steps = steps
+        self._linger_s = steps.linger_s
+        self._clock = StepClock(steps)
         self._life = RequestLife(request.request_id)
-        self._legs: dict[Leg, _PlacedLeg] = {}
+        self._legs: dict[Leg, PlacedLeg] = {}
+        self._taking: Leg | None = None
+        """The leg whose message is being taken through the machine."""
         self._ends_s = arrived_s + deadline_s
         self._deadline_s = deadline_s
-        self._step_ends_s: float | None = None
+        self._placement: Placement | None = None
         self._ready: list[TokenEvent] = []
         self._reader: asyncio.Future[None] | None = None
         self._error: KvrelayError | None = None
@@ -179,6 +172,10 @@ class RequestRun:
         """Nobody reads any more. Nothing happens when the request is over."""
         self.feed(ClientLeft())
 
+    def complete(self) -> None:
+        """The tokens that were read are all that the client asked for: ends well, and stops the work at once."""
+        self.feed(AnswerComplete())
+
     # what the host uses
 
     @property
@@ -188,7 +185,7 @@ class RequestRun:
 
     def place(self, placement: Placement) -> None:
         """It is this request's turn."""
-        self.timeline.reason = placement.reason
+        self._placement = placement
         self.feed(Placed(prefill=placement.prefill, decode=placement.decode))
 
     def fail(self, error: KvrelayError) -> None:
@@ -211,7 +208,7 @@ class RequestRun:
             return
         if now_s >= self._ends_s:
             self.fail(DeadlineExceeded(f"not finished within {self._deadline_s:g} s: {self._life.story()}"))
-        elif self._step_ends_s is not None and now_s >= self._step_ends_s:
+        elif self._legs and self._clock.is_late(now_s, self._host.progress_s(self._legs[Leg.DECODE].ref)):
             self.fail(DeadlineExceeded(f"no progress in time: {self._life.story()}"))
 
     def feed(self, event: RequestEvent) -> None:
@@ -231,25 +228,39 @@ class RequestRun:
     # inside
 
     def _note(self, event: RequestEvent, now_s: float) -> None:
-        """Writes down what has happened, and sets the deadline of the step that begins."""
-        timeline, steps = self.timeline, self._steps
+        """Writes down what has happened, and tells the clock and the host of it."""
+        timeline, clock = self.timeline, self._clock
         match event:
+            case TokenReceived(leg=Leg.PREFILL) if clock.is_preempted:
+                pass  # a late copy of the first token: decode's sequence waits as before
             case TokenReceived():
-                self._step_ends_s = now_s + steps.next_token_s
-            case Placed(prefill=prefill, decode=decode):
-                timeline.placed_s, timeline.num_attempts = now_s, self._life.attempt
-                timeline.prefill, timeline.decode = prefill, decode
-                names = {Leg.PREFILL: prefill, Leg.DECODE: decode}
-                self._legs = {leg: _PlacedLeg(self._host.ref_of(name)) for leg, name in names.items()}
-                self._step_ends_s = now_s + steps.reserve_s
-            case TicketReceived():
+                if clock.is_preempted:
+                    self._host.leg_resumed(self._legs[Leg.DECODE].ref, self.work_id)
+                clock.token_came(now_s)
+            case Placed():
+                self._note_placement(event, now_s)
+                clock.placed(now_s)
+            case TicketReceived() | PromptTaken():
                 timeline.reserved_s = now_s
-                prompt_s = steps.prompt_token_s * len(self.request.tokens)
-                self._step_ends_s = now_s + steps.first_token_s + prompt_s
+                clock.taken(timeline.num_prompt, now_s)
+                self._host.leg_admitted(self._legs[Leg.DECODE].ref, self.work_id)
             case KvCommitted():
                 timeline.committed_s = now_s
+            case SequencePreempted() if not self._life.is_over:
+                timeline.num_preemptions += 1
+                timeline.preempted_s = now_s
+                clock.preempted(now_s)
+                self._host.leg_preempted(self._legs[Leg.DECODE].ref, self.work_id)
             case LegRefused():
-                self._step_ends_s = None
+                clock.stop()
+
+    def _note_placement(self, event: Placed, now_s: float) -> None:
+        names = {Leg.PREFILL: event.prefill, Leg.DECODE: event.decode}
+        self._legs = {leg: PlacedLeg(self._host.ref_of(name)) for leg, name in names.items() if name is not None}
+        chosen = self._placement
+        assert chosen is not None  # noqa: S101 - `place` alone feeds this event
+        note = PlacementNote(now_s, event.prefill, event.decode, chosen.reason, chosen.num_ahead, chosen.expected_s)
+        self.timeline.placed(note, self._life.attempt)
 
     def _carry_out(self, command: RequestCommand, now_s: float) -> None:
         match command:
@@ -257,8 +268,9 @@ class RequestRun:
                 self._deliver(TokenEvent(self.request.first_index + index, token, finish, now_s))
             case OpenDecode():
                 self._open_leg(Leg.DECODE, StartDecode(self.request, self._life.attempt), now_s)
+            case OpenBoth():
+                self._open_leg(Leg.DECODE, StartBoth(self.request, self._life.attempt), now_s)
             case OpenPrefill(ticket=ticket):
-                self._host.leg_started(self._legs[Leg.DECODE].ref, self.work_id)
                 self._open_leg(Leg.PREFILL, StartPrefill(self.request, ticket), now_s)
             case CloseLeg(leg=leg):
                 self._close_leg(leg)
@@ -269,7 +281,8 @@ class RequestRun:
         timeline = self.timeline
         if timeline.last_token_s is None:
             timeline.first_token_s = event.at_s
-            self._host.leg_started(self._legs[Leg.PREFILL].ref, self.work_id)
+            computing = Leg.PREFILL if Leg.PREFILL in self._legs else Leg.DECODE
+            self._host.prompt_computed(self._legs[computing].ref, self.work_id, timeline.num_prompt)
             self._host.token_came(None)
         else:
             self._host.token_came(event.at_s - timeline.last_token_s)
@@ -293,20 +306,20 @@ class RequestRun:
         self._host.turn_given_back(self, legs[refused_by].ref)
         self._release_unopened(legs, work_id)
 
-    def _release_unopened(self, legs: dict[Leg, _PlacedLeg], work_id: str) -> None:
+    def _release_unopened(self, legs: dict[Leg, PlacedLeg], work_id: str) -> None:
         """A placement counts on both workers, but the prefill leg is opened only once the ticket is there.
 
         Comes last: a place that is free gives the next in the queue its turn, and that may be this very request.
         """
         for leg in legs.values():
             if leg.task is None:
-                self._host.leg_over(leg.ref, work_id, None)
+                self._host.leg_over(leg.ref, work_id, 0, None)
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _open_leg(self, leg: Leg, body: StartDecode | StartPrefill, now_s: float) -> None:
+    def _open_leg(self, leg: Leg, body: LegCall, now_s: float) -> None:
         ref, work_id = self._legs[leg].ref, self.work_id
         remaining_s = max(self._ends_s - now_s, 0.001)
         running = self._run_leg(leg, ref, body, remaining_s, self._life.attempt)
@@ -317,74 +330,48 @@ class RequestRun:
         task.add_done_callback(lambda _: self._leg_over(ref, work_id, task))
 
     def _leg_over(self, ref: WorkerRef, work_id: str, task: asyncio.Task[None]) -> None:
-        self._host.leg_over(ref, work_id, task)
+        self._host.leg_over(ref, work_id, self._life.num_tokens, task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             logger.error("a leg broke down", exc_info=fault, extra={"request_id": self.request.request_id})
             self.fail(KvrelayError("internal error in the router; see its log"))
 
     def _close_leg(self, leg: Leg) -> None:
         task = self._legs[leg].task
-        if task is None or task is asyncio.current_task():
-            return  # a leg's own task sees for itself that the leg is closed
+        if task is None or leg is self._taking or task is asyncio.current_task():
+            return  # its own task sees for itself that the leg is closed
         if self._life.state is RequestState.FINISHED and leg is Leg.PREFILL:
             # Its work is done, only its last word is on the way: cancelling would count as an abort there.
-            asyncio.get_running_loop().call_later(self._steps.linger_s, task.cancel)
+            asyncio.get_running_loop().call_later(self._linger_s, task.cancel)
         else:
             task.cancel()
 
-    async def _run_leg(
-        self, leg: Leg, ref: WorkerRef, body: StartDecode | StartPrefill, deadline_s: float, attempt: int
-    ) -> None:
+    async def _run_leg(self, leg: Leg, ref: WorkerRef, body: LegCall, deadline_s: float, attempt: int) -> None:
         """Reads one leg to its end and says what became of it."""
         try:
             async with self._host.open_stream(ref, body, deadline_s) as messages:
-                await self._read_leg(leg, messages)
+                await read_leg(messages, partial(self._take, leg, attempt), self._is_finished, self._linger_s)
             outcome: RequestEvent = LegEnded(leg)
-        except Overloaded as error:
-            outcome = LegRefused(leg) if self._life.may_be_refused_by(leg) else LegFailed(leg, error)
-        except Cancelled as error:  # the worker's own doing: when we give a leg up, nobody listens any more
-            why = f"{leg.value} worker {ref.name} gave the request up: {error.message}"
-            outcome = LegFailed(leg, WorkerLost(why))
-        except InvalidTransition as error:
-            outcome = LegFailed(leg, ProtocolError(f"{leg.value} worker {ref.name} is out of step: {error.message}"))
-        except KvrelayError as error:
-            outcome = LegFailed(leg, error)
-        except Exception:
-            logger.exception("the %s leg failed", leg.value, extra={"request_id": self.request.request_id})
-            outcome = LegFailed(leg, KvrelayError(f"internal error in the {leg.value} leg; see the router's log"))
+        except Exception as error:
+            outcome = event_of_error(leg, ref.name, error, self._life)
         if attempt == self._life.attempt and self._life.state is not RequestState.QUEUED:
             self.feed(outcome)  # else the leg was closed when the turn was given back, and this came too late
 
-    async def _read_leg(self, leg: Leg, messages: AsyncIterator[Any]) -> None:
-        async for message in messages:
-            event = self._event_of(leg, message)
-            if event is not None:
+    def _take(self, leg: Leg, attempt: int, message: Any) -> bool:
+        """A message of a leg has come; whether more of it is wanted. Called by the leg's stream, outside its task."""
+        if type(message) is PrefillDone:  # a report; it is taken after the last token too
+            self.timeline.prefilled(message)
+        if attempt != self._life.attempt or leg not in self._life.open_legs:
+            return False
+        event = event_of(leg, message, self.request, self._life)
+        if type(message) is HandoffCommitted:
+            self.timeline.handed_over(message)
+        if event is not None:
+            self._taking = leg
+            try:
                 self.feed(event)
-            if leg not in self._life.open_legs:
-                break
-        if self._life.state is not RequestState.FINISHED:
-            return
-        # The stream is complete: let the worker end it, so that it does not count as cancelled there.
-        with contextlib.suppress(TimeoutError, KvrelayError):
-            async with asyncio.timeout(self._steps.linger_s):
-                async for _ in messages:
-                    pass
+            finally:
+                self._taking = None
+        return leg in self._life.open_legs
 
-    def _event_of(self, leg: Leg, message: Any) -> RequestEvent | None:
-        """What a worker's message means. Raises ProtocolError for one that this leg cannot bring."""
-        match leg, message:
-            case _, TokenMade(index=index, token=token, finish=finish):
-                return TokenReceived(leg, index - self.request.first_index, token, finish)
-            case Leg.DECODE, TicketGranted(ticket=ticket):
-                of = (ticket.request_id, ticket.ref.attempt)
-                if of != (self.request.request_id, self._life.attempt):
-                    raise ProtocolError(f"a ticket of another request: {of}, wanted {self._life.story()}")
-                return TicketReceived(ticket)
-            case Leg.DECODE, HandoffCommitted():
-                self.timeline.path, self.timeline.num_kv_bytes = message.path, message.num_bytes
-                return KvCommitted()
-            case Leg.PREFILL, PrefillDone():
-                self.timeline.compute_s, self.timeline.push_s = message.compute_s, message.push_s
-                return None
-            case _:
-                raise ProtocolError(f"the {leg.value} leg brought {type(message).__name__}: {self._life.story()}")
+    def _is_finished(self) -> bool:
+        return self._life.state is RequestState.FINISHED

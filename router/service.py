@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pd_core.config import Config
+from pd_core.config import Config, prompt_chunk_tokens
 from pd_core.messages import WorkerEndpoint
 from pd_model.model_assets import ModelAssets
 from pd_rpc.wire import PeerIdentity
@@ -18,8 +18,8 @@ from router.http_app import build_app
 from router.http_server import STALL_S, HttpServer
 from router.metrics import RouterMetrics
 from router.readiness import readiness
-from router.request_run import StepDeadlines
 from router.serving import Serving
+from router.step_clock import StepDeadlines
 from router.view import Rules
 from router.worker_link import rpc_connect
 
@@ -28,11 +28,15 @@ logger = logging.getLogger(__name__)
 
 def rules_of(config: Config) -> Rules:
     """The settings that view and policy go by."""
+    has_prefill = config.prefill.num_workers > 0
     return Rules(
         suspect_s=config.heartbeat.suspect_s,
         dead_s=config.heartbeat.dead_s,
         max_prefill=config.prefill.max_running,
         max_decode=config.decode.max_batch,
+        roles=("prefill", "decode") if has_prefill else ("decode",),
+        chunk_tokens=config.prefill.chunk_tokens if has_prefill else prompt_chunk_tokens(config),
+        ageing_tokens_per_s=config.prefill.ageing_tokens_per_s,
     )
 
 
@@ -58,7 +62,9 @@ class RouterService:
         self.metrics.watch(self.serving, clock)
         self._clock = clock
         self.app = build_app(self.serving, assets, self.metrics, config=config.router, clock=clock)
-        self._http = HttpServer(self.app, config.router.host, config.router.port, self.faults, stall_s)
+        self._http = HttpServer(
+            self.app, config.router.host, config.router.port, self.faults, self.metrics.replied, stall_s
+        )
 
     async def start(self) -> tuple[str, int]:
         """Begins to serve HTTP; (host, port). Raises ConfigError when the port is not free."""

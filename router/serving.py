@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
 
 from pd_core.config import Config
-from pd_core.errors import ContextLengthExceeded, InvalidRequest, KvrelayError, Unavailable
+from pd_core.errors import ContextLengthExceeded, InvalidRequest, KvrelayError, NotFound, Unavailable
 from pd_core.request import GenerateRequest
 from pd_rpc.tasks import BackgroundTasks
 from router.faults import Faults
 from router.fleet import Fleet
-from router.policy import missing_role, place
+from router.legs import WorkerStream
+from router.policy import Placement, missing_role
 from router.queue import WaitingLine
-from router.request_run import RequestRun, StepDeadlines, TokenEvent, WorkerStream
+from router.request_run import RequestRun, TokenEvent
+from router.step_clock import StepDeadlines
+from router.throughput import Throughput
 from router.timeline import RecentTimelines, Timeline
-from router.view import Health, WorkerRef
+from router.turns import Kept, Waiter, next_turn
+from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Serving:
         self.fleet = fleet
         self.faults = faults
         self.recent = RecentTimelines()
+        self.throughput = Throughput(clock())
         self._config = config
         self._observer = observer
         self._clock = clock
@@ -62,7 +68,9 @@ class Serving:
         self._line: WaitingLine[RequestRun] = WaitingLine(
             config.router.max_queue, config.router.queue_timeout_s, clock()
         )
-        self._runs: set[RequestRun] = set()
+        self._num_new_tokens = 0
+        self._kept: Kept | None = None
+        self._runs: dict[str, RequestRun] = {}
         self._leg_tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._all_over = asyncio.Event()
@@ -78,6 +86,21 @@ class Serving:
         """Requests that hold something on a worker."""
         return len(self._runs) - len(self._line)
 
+    @property
+    def max_waiting(self) -> int:
+        return self._line.max_waiting
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        """Of a request that is here or was lately: one, or that of each of its choices. Raises NotFound."""
+        alone = self._timeline(request_id)
+        if alone is not None:
+            return [alone]
+        choices = map(self._timeline, (f"{request_id}-{number}" for number in itertools.count()))
+        found = [timeline for timeline in itertools.takewhile(lambda one: one is not None, choices) if timeline]
+        if not found:
+            raise NotFound("no request of this id is here, nor among the last ones that ended")
+        return found
+
     def start(self) -> None:
         self._tasks.start(self._tick_for_ever(), "router:ticker")
 
@@ -88,7 +111,7 @@ class Serving:
             self._all_over.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_over.wait(), grace_s)
-        for run in list(self._runs):
+        for run in list(self._runs.values()):
             run.fail(Unavailable("the router is shutting down"))
         legs = set(self._leg_tasks)
         for task in legs:
@@ -104,10 +127,8 @@ class Serving:
         if self.faults.reason is not None:
             return self.faults.reason
         now_s = self._clock()
-        for role in ("prefill", "decode"):
-            if not self.fleet.view.of_role(role, (Health.READY,), now_s):
-                return f"no {role} worker is ready"
-        return None
+        role = missing_role(self.fleet.view, now_s)
+        return None if role is None else f"no {role} worker is ready"
 
     def check_open(self) -> int:
         """Most tokens that a request may have, prompt and answer together; for before its prompt is looked at.
@@ -165,11 +186,17 @@ class Serving:
             deadline_s=self._config.router.request_timeout_s,
             steps=self._steps,
         )
-        if self.num_waiting or not self._try_place(run, now_s):
-            self._line.join(run, now_s)
+        if request.request_id in self._runs:
+            raise InvalidRequest("a request of this id is here already")
+        placement = None if self.num_waiting else self._place_alone(run, now_s)
+        if placement is None:
+            self._line.join(run, run.demand, now_s)
+        self._runs[request.request_id] = run
+        if placement is None:
+            self._serve_line()
         else:
-            self._line.served_at_once(now_s)
-        self._runs.add(run)
+            run.number = self._line.served_at_once(now_s)
+            self._begin(run, placement)
         return run
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
@@ -188,11 +215,15 @@ class Serving:
     def check_times(self, now_s: float) -> None:
         """Ends requests whose deadline has passed."""
         for run in self._line.expired(now_s):
-            with self._failing_alone(run):
+            try:
                 run.fail(self._line.timed_out(now_s))
-        for run in list(self._runs):
-            with self._failing_alone(run):
+            except Exception:
+                self._break_down(run)
+        for run in list(self._runs.values()):
+            try:
                 run.check_time(now_s)
+            except Exception:
+                self._break_down(run)
 
     def check_silence(self, now_s: float) -> None:
         """Fails requests whose worker has been silent for too long, and those that nobody can serve any more."""
@@ -230,71 +261,98 @@ class Serving:
     def leg_opened(self, task: asyncio.Task[None]) -> None:
         self._leg_tasks.add(task)
 
-    def leg_started(self, ref: WorkerRef, work_id: str) -> None:
-        self.fleet.started(ref, work_id)
+    def leg_admitted(self, ref: WorkerRef, work_id: str) -> None:
+        self.fleet.admitted(ref, work_id)
+
+    def prompt_computed(self, ref: WorkerRef, work_id: str, num_prompt: int) -> None:
+        self.throughput.add(num_prompt, 0, self._clock())
+        self.fleet.computed(ref, work_id)
         self._serve_line()
 
-    def leg_over(self, ref: WorkerRef, work_id: str, task: asyncio.Task[None] | None) -> None:
+    def leg_preempted(self, ref: WorkerRef, work_id: str) -> None:
+        self.fleet.preempted(ref, work_id)
+
+    def leg_resumed(self, ref: WorkerRef, work_id: str) -> None:
+        self.fleet.resumed(ref, work_id)
+        self._serve_line()
+
+    def progress_s(self, ref: WorkerRef) -> float:
+        return self.fleet.progress_s(ref)
+
+    def leg_over(self, ref: WorkerRef, work_id: str, num_made: int, task: asyncio.Task[None] | None) -> None:
         if task is not None:
             self._leg_tasks.discard(task)
-        self.fleet.released(ref, work_id)
+        self.fleet.released(ref, work_id, num_made)
         self._serve_line()
 
     def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None:
         self.fleet.refused(refused_by)
-        self._line.give_back(run, run.timeline.queued_s)
+        self._line.give_back(run, run.number, run.demand)
         self._serve_line()
 
     def token_came(self, gap_s: float | None) -> None:
+        self._num_new_tokens += 1
         self._observer.token_came(gap_s)
 
     def run_over(self, run: RequestRun) -> None:
         self._forget(run)
         self.recent.add(run.timeline)
+        if run.timeline.outcome == "finished":
+            self.fleet.answered(run.timeline.num_tokens)
         self._observer.request_over(run.timeline)
         self._serve_line()
 
     # inside
 
     def _serve_line(self) -> None:
-        """Gives turns, in order, as long as the policy finds a place for the head."""
+        """Gives turns as long as there is a place for one that waits."""
         now_s = self._clock()
-        while (run := self._line.head) is not None and self._try_place(run, now_s):
-            self._line.take_turn(now_s)
+        while len(self._line):
+            turn = next_turn(self._line.waiters, self.fleet.view, now_s, self._kept)
+            self._kept = turn.kept
+            if turn.number is None or turn.placement is None:
+                return
+            run = self._line.item(turn.number)
+            run.number = self._line.take_turn(run, now_s)
+            self._begin(run, turn.placement)
 
-    def _try_place(self, run: RequestRun, now_s: float) -> bool:
-        placement = place(run.demand, self.fleet.view, now_s)
-        if placement is None:
-            return False
+    def _place_alone(self, run: RequestRun, now_s: float) -> Placement | None:
+        """Its place when nobody else waits."""
+        return next_turn([Waiter(0, run.demand)], self.fleet.view, now_s, None).placement
+
+    def _begin(self, run: RequestRun, placement: Placement) -> None:
         run.place(placement)
         self.fleet.placed(placement, run.work_id, run.demand)
-        return True
 
     def _fail_all_of(self, ref: WorkerRef, why: str) -> None:
-        for run in list(self._runs):
-            with self._failing_alone(run):
+        for run in list(self._runs.values()):
+            try:
                 run.worker_lost(ref, why)
+            except Exception:
+                self._break_down(run)
 
-    @contextlib.contextmanager
-    def _failing_alone(self, run: RequestRun) -> Iterator[None]:
+    def _break_down(self, run: RequestRun) -> None:
         """A fault of ours in one request ends that request, and not the loop over all of them."""
-        try:
-            yield
-        except Exception:
-            logger.exception("a request broke down", extra={"request_id": run.request.request_id})
-            run.fail(KvrelayError("internal error in the router; see its log"))
-            self._forget(run)
+        logger.exception("a request broke down", extra={"request_id": run.request.request_id})
+        run.fail(KvrelayError("internal error in the router; see its log"))
+        self._forget(run)
+
+    def _timeline(self, request_id: str) -> Timeline | None:
+        run = self._runs.get(request_id)
+        return self.recent.find(request_id) if run is None else run.timeline
 
     def _forget(self, run: RequestRun) -> None:
         self._line.leave(run)
-        self._runs.discard(run)
+        self._runs.pop(run.request.request_id, None)
         if not self._runs:
             self._all_over.set()
 
     def _fail_hopeless(self, now_s: float) -> None:
         """Nobody waits for a role that nobody can fill."""
         reason = self._missing(now_s)
-        while reason is not None and (run := self._line.head) is not None:
+        if reason is None:
+            return
+        for run in self._line:
             run.fail(self._unavailable(reason))
 
     def _missing(self, now_s: float) -> str | None:
@@ -309,6 +367,9 @@ class Serving:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = self._clock()
+            if self._num_new_tokens:
+                self.throughput.add(0, self._num_new_tokens, now_s)
+                self._num_new_tokens = 0
             self.check_times(now_s)
             # After the loop itself was held up, heartbeats lie unread: read them before anybody is called silent.
             if now_s - due_s < SUSPECT_GRACE_S:

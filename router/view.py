@@ -1,7 +1,8 @@
 """What the router knows of its workers: who is alive, how full they are, and what we have asked of them ourselves.
 
     set_workers    who there is, from the supervisor          heard / lost    what they say, or that they say nothing
-    placed, ticket_came, started, released                    our own requests, ahead of the next heartbeat
+    placed, admitted, computed, preempted, resumed, released  our own requests, ahead of the next heartbeat
+    answered                                                  how long answers are
 
 Health of one boot of a worker:
 
@@ -21,10 +22,19 @@ from typing import Literal
 
 import msgspec
 
+from pd_core.layout import blocks_for
 from pd_core.messages import WorkerEndpoint, WorkerState, WorkerStatus
+from router.pace import Pace, Usual, learn
+from router.progress import OurWork, all_tokens, prompt_tokens, spread
 
 Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+GROWTH_BLOCKS = 2
+"""Blocks of growth that a decode worker keeps free for every sequence when it admits another; with less it refuses."""
+FIRST_GUESS_TOKENS = 256.0
+"""Tokens of an answer, before any was seen."""
+FOLLOW_ANSWERS = 0.1
+"""By how much the usual answer follows each new one."""
 
 
 class Health(enum.Enum):
@@ -44,29 +54,17 @@ class WorkerRef(msgspec.Struct, frozen=True):
     incarnation: str
 
 
-class OurWork(msgspec.Struct, frozen=True):
-    """One leg of a request of ours on a worker.
-
-    num_tokens:  of the prompt
-    num_blocks:  that it holds until it is over
-    is_starting: the leg has not brought its first result yet: the ticket (decode), the first token (prefill)
-    is_counted:  a heartbeat made after the reservation has come, so its free blocks are without these already
-    """
-
-    num_tokens: int
-    num_blocks: int
-    is_starting: bool = True
-    is_counted: bool = False
-
-
 class WorkerView(msgspec.Struct, frozen=True):
     """One boot of one worker, as far as we know.
 
     heard_s:     when the last status came; before the first, when the worker was made known
     last_number: of the last status on the present connection; -1 on a new one
     num_returned_blocks: of ours that were released since the last status: most likely free again
+    num_uncounted_tokens: of prompts that are done, since the last status: the next one's total has them
     has_refused: it said that it has no room, and has not been heard since
     turn:        when it last got work, in placements of all workers: the least recent goes first among equals
+    pace:        how fast it is at our prompts
+    progress_s:  when it was last heard to have run more tokens than before
     """
 
     endpoint: WorkerEndpoint
@@ -75,9 +73,12 @@ class WorkerView(msgspec.Struct, frozen=True):
     last_number: int = -1
     is_lost: bool = False
     num_returned_blocks: int = 0
+    num_uncounted_tokens: int = 0
     has_refused: bool = False
     ours: Mapping[str, OurWork] = {}
     turn: int = 0
+    pace: Pace = Pace()
+    progress_s: float = 0.0
 
     @property
     def ref(self) -> WorkerRef:
@@ -88,13 +89,39 @@ class WorkerView(msgspec.Struct, frozen=True):
         return len(self.ours)
 
     @property
-    def num_starting(self) -> int:
-        return sum(work.is_starting for work in self.ours.values())
+    def num_to_compute(self) -> int:
+        """Prompt tokens of our requests that are still to be computed there: the measure of outstanding work."""
+        return sum(work.num_to_compute for work in self.ours.values())
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of our requests there: the measure of outstanding work."""
-        return sum(work.num_tokens for work in self.ours.values())
+    def num_final_blocks(self) -> int:
+        """Blocks that all of ours together will probably have in the end."""
+        return sum(work.num_final_blocks for work in self.ours.values())
+
+    @property
+    def num_growth_blocks(self) -> int:
+        """Blocks that are kept free there for the growth of ours, when another is admitted."""
+        room = sum(min(GROWTH_BLOCKS, max(0, work.num_most_blocks - work.num_blocks)) for work in self.ours.values())
+        left = sum(work.num_most_blocks for work in self.ours.values()) - (self.num_blocks - self.num_free_blocks)
+        return max(0, min(room, left))
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its pool; 0 before it was heard."""
+        return 0 if self.status is None else self.status.blocks.total
+
+    @property
+    def has_preempted(self) -> bool:
+        """One of ours waits for its blocks: nobody else is admitted before it goes on."""
+        return any(work.is_preempted for work in self.ours.values())
+
+    def num_ahead(self, rank: float, now_s: float, ageing_tokens_per_s: float) -> int:
+        """Prompt tokens of ours that are computed there before a prompt of this rank; see OurWork.rank."""
+        return sum(
+            work.num_to_compute
+            for work in self.ours.values()
+            if work.num_to_compute and work.rank(now_s, ageing_tokens_per_s) <= rank
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -126,38 +153,53 @@ class Rules(msgspec.Struct, frozen=True):
 
     suspect_s, dead_s:       silence after which a worker gets no new work, and is given up
     max_prefill, max_decode: requests of ours that one worker of the role may have
+    roles:                   those that a request needs; without "prefill", decode workers compute prompts too
+    chunk_tokens:            prompt tokens of one engine step, of whoever computes prompts
+    ageing_tokens_per_s:     a prompt counts as so many tokens shorter for every second that it waits
     """
 
     suspect_s: float
     dead_s: float
     max_prefill: int
     max_decode: int
+    roles: tuple[Role, ...]
+    chunk_tokens: int
+    ageing_tokens_per_s: float
+
+    @property
+    def computes_prompts(self) -> Role:
+        return "prefill" if "prefill" in self.roles else "decode"
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the smallest worker can hold; a request that fits goes anywhere."""
+    """What the smallest worker can hold; a request that fits goes anywhere. Without prefill workers theirs is None."""
 
     context_tokens: int
-    prefill_pool_tokens: int
+    prefill_pool_tokens: int | None
     decode_pool_tokens: int
 
     @property
     def num_tokens(self) -> int:
         """Most tokens a request may have, prompt and answer together."""
-        return min(self.context_tokens, self.prefill_pool_tokens, self.decode_pool_tokens)
+        pools = [tokens for tokens in (self.prefill_pool_tokens, self.decode_pool_tokens) if tokens is not None]
+        return min(self.context_tokens, *pools)
 
 
 class ClusterView(msgspec.Struct, frozen=True):
     """All workers by name.
 
-    limits: of the workers as they were when both roles were last there; a worker's death does not change the answer
+    limits: of the workers as they were when all roles were last there; a worker's death does not change the answer
             to a request that never fits. None before that.
+    usual_s: how long prompts take to their first token, by size
+    usual_answer_tokens: how long answers are
     """
 
     rules: Rules
     workers: Mapping[str, WorkerView] = {}
     limits: Limits | None = None
     num_placed: int = 0
+    usual_s: Usual = {}
+    usual_answer_tokens: float = FIRST_GUESS_TOKENS
 
     def of_role(self, role: Role, healths: Iterable[Health], now_s: float) -> list[WorkerView]:
         """Workers of the role whose health is one of these, by name."""
@@ -181,10 +223,11 @@ def heard(view: ClusterView, status: WorkerStatus, now_s: float) -> ClusterView:
     worker = view.workers.get(status.name)
     if worker is None or worker.endpoint.incarnation != status.incarnation or status.number <= worker.last_number:
         return view
-    ours = {
-        work_id: work if work.is_starting else msgspec.structs.replace(work, is_counted=True)
-        for work_id, work in worker.ours.items()
-    }
+    num_before = 0 if worker.status is None else prompt_tokens(worker.status.counters)
+    num_computed = max(0, prompt_tokens(status.counters) - num_before)
+    # A first token that came before this heartbeat was made before it too: both come over one connection.
+    ours = spread(worker.ours, num_computed - worker.num_uncounted_tokens, now_s, view.rules.ageing_tokens_per_s)
+    has_got_on = worker.status is None or all_tokens(status.counters) > all_tokens(worker.status.counters)
     newer = msgspec.structs.replace(
         worker,
         status=status,
@@ -192,11 +235,19 @@ def heard(view: ClusterView, status: WorkerStatus, now_s: float) -> ClusterView:
         last_number=status.number,
         is_lost=False,
         num_returned_blocks=0,
+        num_uncounted_tokens=0,
         has_refused=False,
-        ours=ours,
+        ours={work_id: _counted(work) for work_id, work in ours.items()},
+        progress_s=now_s if has_got_on else worker.progress_s,
     )
     changed = _with(view, newer)
     return msgspec.structs.replace(changed, limits=_limits(changed, now_s) or view.limits)
+
+
+def _counted(work: OurWork) -> OurWork:
+    if work.is_counted or not work.is_admitted:
+        return work
+    return msgspec.structs.replace(work, is_counted=True)
 
 
 def lost(view: ClusterView, ref: WorkerRef) -> ClusterView:
@@ -217,13 +268,45 @@ def placed(view: ClusterView, ref: WorkerRef, work_id: str, work: OurWork) -> Cl
     return msgspec.structs.replace(_with(view, newer), num_placed=turn)
 
 
-def started(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
-    """The leg has brought its first result: the ticket, or the first token."""
+def admitted(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
+    """The worker has taken the leg's blocks."""
+    return _change(view, ref, work_id, is_admitted=True)
+
+
+def computed(view: ClusterView, ref: WorkerRef, work_id: str, now_s: float) -> ClusterView:
+    """The leg's prompt is computed there: its first token has come."""
     worker = _find(view, ref)
     if worker is None or work_id not in worker.ours:
         return view
-    work = msgspec.structs.replace(worker.ours[work_id], is_starting=False)
-    return _with(view, msgspec.structs.replace(worker, ours={**worker.ours, work_id: work}))
+    work = worker.ours[work_id]
+    if work.num_to_compute == 0:
+        return _change(view, ref, work_id, is_admitted=True)
+    num_tokens = work.num_ahead + work.num_tokens
+    usual_s, pace = learn(view.usual_s, worker.pace, num_tokens, now_s - work.placed_s, now_s)
+    done = msgspec.structs.replace(work, num_to_compute=0, is_admitted=True)
+    newer = msgspec.structs.replace(
+        worker,
+        ours={**worker.ours, work_id: done},
+        pace=pace,
+        num_uncounted_tokens=worker.num_uncounted_tokens + work.num_to_compute,
+    )
+    return msgspec.structs.replace(_with(view, newer), usual_s=usual_s)
+
+
+def preempted(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
+    """The leg's blocks were given to older ones; it goes on by itself when there is room again."""
+    return _change(view, ref, work_id, is_preempted=True)
+
+
+def resumed(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
+    """One that was preempted has brought a token again."""
+    return _change(view, ref, work_id, is_preempted=False)
+
+
+def answered(view: ClusterView, num_tokens: int) -> ClusterView:
+    """An answer was so long."""
+    usual = view.usual_answer_tokens
+    return msgspec.structs.replace(view, usual_answer_tokens=usual + FOLLOW_ANSWERS * (num_tokens - usual))
 
 
 def refused(view: ClusterView, ref: WorkerRef) -> ClusterView:
@@ -232,14 +315,17 @@ def refused(view: ClusterView, ref: WorkerRef) -> ClusterView:
     return view if worker is None else _with(view, msgspec.structs.replace(worker, has_refused=True))
 
 
-def released(view: ClusterView, ref: WorkerRef, work_id: str) -> ClusterView:
-    """The leg is closed."""
+def released(view: ClusterView, ref: WorkerRef, work_id: str, num_made: int = 0) -> ClusterView:
+    """The leg is closed. num_made: tokens of its answer, which tell how far it has grown."""
     worker = _find(view, ref)
     if worker is None or work_id not in worker.ours:
         return view
     ours = dict(worker.ours)
     work = ours.pop(work_id)
-    num_returned = worker.num_returned_blocks + (work.num_blocks if work.is_counted else 0)
+    num_returned = worker.num_returned_blocks
+    if work.is_counted and not work.is_preempted:  # what was preempted holds nothing
+        num_grown = min(work.num_most_blocks, blocks_for(work.num_tokens + max(0, num_made - 1)))
+        num_returned += max(work.num_blocks, num_grown)
     return _with(view, msgspec.structs.replace(worker, ours=ours, num_returned_blocks=num_returned))
 
 
@@ -248,17 +334,26 @@ def _find(view: ClusterView, ref: WorkerRef) -> WorkerView | None:
     return worker if worker is not None and worker.endpoint.incarnation == ref.incarnation else None
 
 
+def _change(view: ClusterView, ref: WorkerRef, work_id: str, **changes: object) -> ClusterView:
+    worker = _find(view, ref)
+    if worker is None or work_id not in worker.ours:
+        return view
+    work = msgspec.structs.replace(worker.ours[work_id], **changes)
+    return _with(view, msgspec.structs.replace(worker, ours={**worker.ours, work_id: work}))
+
+
 def _with(view: ClusterView, worker: WorkerView) -> ClusterView:
     return msgspec.structs.replace(view, workers={**view.workers, worker.endpoint.name: worker})
 
 
 def _limits(view: ClusterView, now_s: float) -> Limits | None:
     alive = (Health.READY, Health.DRAINING, Health.SUSPECT)
-    by_role = {role: [w.status for w in view.of_role(role, alive, now_s) if w.status] for role in ROLES}
+    by_role = {role: [w.status for w in view.of_role(role, alive, now_s) if w.status] for role in view.rules.roles}
     if not all(by_role.values()):
         return None
+    pools = {role: min(status.pool_tokens for status in statuses) for role, statuses in by_role.items()}
     return Limits(
         context_tokens=min(status.context_tokens for statuses in by_role.values() for status in statuses),
-        prefill_pool_tokens=min(status.pool_tokens for status in by_role["prefill"]),
-        decode_pool_tokens=min(status.pool_tokens for status in by_role["decode"]),
+        prefill_pool_tokens=pools.get("prefill"),
+        decode_pool_tokens=pools["decode"],
     )

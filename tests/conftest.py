@@ -1,4 +1,9 @@
-"""What all tests share: the trace folder, one Ray, and that each of them leaves nothing behind."""
+"""What all tests share: which of them are quick, the trace folder, one Ray, and that each leaves nothing behind.
+
+make test           everything but what follows
+make cluster-test   marker `cluster`: tests/e2e and tests/identity, save their modules `test_quick_*`
+make identity       marker `slow`
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,22 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tqdm
+from kvrelay_process import KvrelayProcess
 from leaks import POLL_S, SETTLE_S, Belongings, belongings, left_behind
 
 from cluster.processes import list_descendants
 from cluster.ray_runtime import RayRuntime
 
+CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "identity")]
+QUICK = "test_quick_"
+RAY_ACTORS = 5
+"""A router and two workers of each role."""
+RAY_GPUS = 2
+"""Ray believes it: it hands out their numbers whether there are any or not, and no test with it runs on one."""
 tqdm.tqdm.monitor_interval = 0  # transformers shows progress; its watching thread would never end
 
 
@@ -24,8 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--traces", type=Path, default=None, help="folder with public request traces; may be absent")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with a Ray come last: while it lives in this process nobody can tell its sockets from ours."""
+    """Marks what is not for `make test`, by its folder.
+
+    Tests with a Ray come last: while it lives in this process nobody can tell its sockets from ours.
+    """
+    for item in items:
+        is_below = any(folder in item.path.parents for folder in CLUSTER_FOLDERS)
+        if is_below and not item.path.name.startswith(QUICK):
+            item.add_marker("cluster")
     items.sort(key=lambda item: "ray_local" in getattr(item, "fixturenames", ()))
 
 
@@ -41,7 +62,7 @@ def ray_local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRuntime]:
     """A private Ray on this machine, as `kvrelay up` starts it. Clusters come and go in it."""
     before = dict(os.environ)
     runtime = RayRuntime(tmp_path_factory.mktemp("state"))
-    runtime.start(num_actors=3)
+    runtime.start(RAY_ACTORS, RAY_GPUS)
     folder = runtime.folder
     assert folder is not None
     yield runtime
@@ -51,6 +72,22 @@ def ray_local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRuntime]:
     assert not [child for child in children if child.is_running()]
     assert not folder.exists()
     assert {**os.environ, "PYTEST_CURRENT_TEST": ""} == {**before, "PYTEST_CURRENT_TEST": ""}
+
+
+@pytest.fixture
+def kvrelay_up(tmp_path: Path) -> Iterator[Any]:
+    """Starts `kvrelay up` with these flags and config sections, as often as it is called. See KvrelayProcess."""
+    runs: list[KvrelayProcess] = []
+
+    def start(*flags: str, cache: Path | None = None, around: list[str] | None = None, **config: Any) -> KvrelayProcess:
+        home = tmp_path / f"home-{len(runs)}"
+        home.mkdir()
+        runs.append(KvrelayProcess(home, *flags, config=config, cache=cache, around=around or []))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end_for_certain()
 
 
 @pytest.fixture(autouse=True)

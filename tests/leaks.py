@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
-SETTLE_S = 2.0
-"""How long things that have been told to end may take for it."""
+SETTLE_S = 5.0
+"""How long things that have been told to end may take for it, also where two cores do the work of many."""
 POLL_S = 0.01
 _EXECUTOR_THREADS = "asyncio_"
 
@@ -62,13 +62,13 @@ async def no_leaks(settle_s: float = SETTLE_S) -> AsyncIterator[None]:
 async def _wait_gone(look: Callable[[], list[str]], settle_s: float) -> list[str]:
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + settle_s
-    while leaks := look():
+    if look():
         gc.collect()
-        leaks = look()
-        if not leaks or loop.time() >= ends_s:
-            return leaks
+    while (leaks := look()) and loop.time() < ends_s:
         await asyncio.sleep(POLL_S)
-    return []
+    if leaks:
+        gc.collect()
+    return look() if leaks else []
 
 
 def _tasks() -> dict[object, str]:

@@ -134,6 +134,9 @@ nothing_left
 
 serve second "$again_s"
 curl -fsS -m 10 "$url/ready" >/dev/null || failed "/ready"
+map=$("$clone/.venv/bin/kvrelay" status --url "$url") || failed "kvrelay status"
+grep -q 'prefill-0' <<<"$map" && grep -q 'decode-0' <<<"$map" || failed "kvrelay status does not show the workers: $map"
+passed "kvrelay status shows the workers"
 press_ctrl_c
 nothing_left
 passed "a new user can use it"

@@ -14,14 +14,16 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pd_core.config import Config, HeartbeatConfig, RouterConfig
+from pd_core.config import Config, HeartbeatConfig, PrefillConfig, RouterConfig
 from pd_core.ledger import LedgerCounts, LedgerReport
 from pd_core.messages import (
     ChunkDone,
     HandoffCommitted,
     LedgerSnapshot,
     PrefillDone,
+    PromptAdmitted,
     ReadLedger,
+    StartBoth,
     StartDecode,
     StartPrefill,
     TicketGranted,
@@ -36,14 +38,14 @@ from pd_core.ticket import Ticket, TicketRef
 from pd_model.fake import fake_model
 from pd_rpc.server import CallContext, RpcServer
 from pd_rpc.wire import PeerIdentity
-from router.request_run import StepDeadlines
 from router.service import RouterService
+from router.step_clock import StepDeadlines
 
 SECRET = b"the secret of the cluster"
 QUICK = HeartbeatConfig(interval_s=0.05, suspect_s=0.4, dead_s=2.0)
 """With the router's own grace of 0.5 s a silent worker is given up after 0.9 s."""
 
-Script = Callable[[StartDecode | StartPrefill], AsyncIterator[msgspec.Struct]]
+Script = Callable[[StartDecode | StartBoth | StartPrefill], AsyncIterator[msgspec.Struct]]
 
 
 def token_at(request: GenerateRequest, index: int) -> int:
@@ -83,6 +85,13 @@ class Handoffs:
             yield made(body.request, index)
             await asyncio.sleep(0)
 
+    async def both(self, body: StartBoth) -> AsyncIterator[msgspec.Struct]:
+        """Prompt and answer from one worker."""
+        yield PromptAdmitted()
+        for index in range(body.request.max_tokens):
+            yield made(body.request, index)
+            await asyncio.sleep(0)
+
     async def prefill(self, body: StartPrefill) -> AsyncIterator[msgspec.Struct]:
         yield made(body.request, 0)
         self.drawn(body.request.request_id).set()
@@ -106,15 +115,19 @@ class ScriptedWorker:
         self.context_tokens = 512
         self.speaks = asyncio.Event()
         self.speaks.set()
-        self.started: list[StartDecode | StartPrefill] = []
+        self.started: list[StartDecode | StartBoth | StartPrefill] = []
         self.ended: list[str] = []
         self.cancelled: list[str] = []
         self._numbers = itertools.count()
-        call_type = StartDecode if role == "decode" else StartPrefill
+        self.counters = {"tokens_made": 5.0}
         self._server = RpcServer(
             PeerIdentity(name, role, incarnation),
             SECRET,
-            {call_type: self._play, WatchStatus: self._beat, ReadLedger: self._ledger},
+            {
+                **dict.fromkeys((StartDecode, StartBoth) if role == "decode" else (StartPrefill,), self._play),
+                WatchStatus: self._beat,
+                ReadLedger: self._ledger,
+            },
         )
 
     async def start(self) -> WorkerEndpoint:
@@ -131,7 +144,9 @@ class ScriptedWorker:
     async def close(self) -> None:
         await self._server.close(grace_s=1.0)
 
-    async def _play(self, body: StartDecode | StartPrefill, _: CallContext) -> AsyncIterator[msgspec.Struct]:
+    async def _play(
+        self, body: StartDecode | StartBoth | StartPrefill, _: CallContext
+    ) -> AsyncIterator[msgspec.Struct]:
         self.started.append(body)
         messages = self.script(body)
         try:
@@ -166,7 +181,7 @@ class ScriptedWorker:
             blocks=LedgerCounts(self.num_blocks, self.num_free, 0, held, 0),
             context_tokens=self.context_tokens,
             pool_tokens=16 * self.num_blocks,
-            counters={"tokens_made": 5.0},
+            counters=dict(self.counters),
             detail={"invariance": "bit-exact"},
         )
 
@@ -176,8 +191,9 @@ class Stage:
 
     def __init__(self, config: Config, *, num_prefill: int = 1, num_decode: int = 1, stall_s: float = 60.0) -> None:
         self.handoffs = Handoffs()
+        decode = self.handoffs.decode if num_prefill else self.handoffs.both
         self.prefills = [ScriptedWorker(f"p{i}", "prefill", self.handoffs.prefill) for i in range(num_prefill)]
-        self.decodes = [ScriptedWorker(f"d{i}", "decode", self.handoffs.decode) for i in range(num_decode)]
+        self.decodes = [ScriptedWorker(f"d{i}", "decode", decode) for i in range(num_decode)]
         self.endpoints: list[WorkerEndpoint] = []
         self.router = RouterService(config, SECRET, fake_model(), steps=StepDeadlines(reserve_s=2.0), stall_s=stall_s)
         self.url = ""
@@ -223,9 +239,18 @@ async def stage(
     stall_s: float = 60.0,
     prepare: Callable[[Stage], None] = lambda _: None,
 ) -> AsyncIterator[Stage]:
-    """A stage that is ready; afterwards no task of it is left. prepare: changes the workers before they start."""
+    """A stage that is ready; afterwards no task of it is left.
+
+    num_prefill: 0 has the decode workers do both phases
+    prepare:     changes the workers before they start
+    A step has 16 prompt tokens, fewer than any prompt here: of equal prompts one is computed after the other.
+    """
     before = asyncio.all_tasks()
-    config = Config(router=msgspec.structs.replace(router, port=0), heartbeat=QUICK)
+    config = Config(
+        router=msgspec.structs.replace(router, port=0),
+        prefill=PrefillConfig(num_workers=num_prefill, chunk_tokens=16),
+        heartbeat=QUICK,
+    )
     built = Stage(config, num_prefill=num_prefill, num_decode=num_decode, stall_s=stall_s)
     prepare(built)
     try:

@@ -65,7 +65,7 @@ def broken() -> list[int | None]:
 
 async def _start(rig: Rig) -> tuple[list[Run], list[asyncio.Task[list[int]]]]:
     """Requests of which the first decodes and the others are in prefill or wait for it."""
-    sizes = [5, 6 * CHUNK_TOKENS, CHUNK_TOKENS, 3]
+    sizes = [5, 6 * CHUNK_TOKENS, 7 * CHUNK_TOKENS, 8 * CHUNK_TOKENS]
     runs = [rig.run(make_request(f"r{num_prompt}", num_prompt, 200)) for num_prompt in sizes]
     tokens = [asyncio.ensure_future(run.tokens()) for run in runs]
     await eventually(lambda: any(len(run.made) > 2 for run in runs), 2.0)

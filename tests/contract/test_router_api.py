@@ -86,7 +86,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_has_come() -> None:
 
         host, port = on.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             writer.write(b"400\r\n" + b"x" * 1024 + b"\r\n")
         # The body has no end yet.
@@ -134,7 +134,7 @@ async def test_ready_says_why_not_until_a_request_would_be_served() -> None:
 async def test_one_scrape_covers_router_and_workers() -> None:
     async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
         await client.post("/v1/chat/completions", json=chat(max_tokens=5))
-        await client.post("/v1/chat/completions", json=chat(n=2))
+        await client.post("/v1/chat/completions", json=chat(logprobs=True))
         await until(on.is_idle)
         lines = (await client.get("/metrics")).text.splitlines()
         for line in (
@@ -193,7 +193,7 @@ async def test_the_ledger_is_for_the_loopback_address_alone() -> None:
         app = on.router.app
         for address, status in (("127.0.0.1", 200), ("::1", 200), ("10.0.0.1", 403), ("testclient", 403)):
             transport = httpx.ASGITransport(app, client=(address, 1))
-            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 assert (await client.get("/debug/ledger")).status_code == status
 
 

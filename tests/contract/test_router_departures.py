@@ -57,7 +57,9 @@ async def test_when_the_client_leaves_all_its_work_is_cancelled_within_a_second(
         host, port = on.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, port)
         body = json.dumps(chat("x", stream=is_stream, max_tokens=200)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         await asyncio.wait_for(reached.wait(), 2)
         writer.transport.abort()
         await until(on.is_idle, within_s=1.0)

@@ -145,7 +145,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(monkeypat
         for i in range(3):  # one before its first token, two in the queue
             sent.append(asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{i}"))))
             await until(lambda i=i: on.router.serving.num_running + on.router.serving.num_waiting == i + 1)
-        monkeypatch.setattr("router.prompt.PromptReader.read", None)  # no prompt is tokenised to be refused
+        monkeypatch.setattr("router.prompt.PromptReader.read_chat", None)  # no prompt is tokenised to be refused
         began_s = time.monotonic()
         refused = await client.post("/v1/chat/completions", json=chat("x", stream=True))
         assert time.monotonic() - began_s < 0.5

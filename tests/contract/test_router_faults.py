@@ -34,7 +34,7 @@ async def test_a_fault_in_one_requests_clock_ends_that_request_alone(caplog: pyt
         on.d0.script = decode
         first = asyncio.create_task(client.post("/v1/chat/completions", json=chat("first")))
         await until(lambda: on.router.serving.num_running == 1)
-        [run] = on.router.serving._runs
+        [run] = on.router.serving._runs.values()
         second = asyncio.create_task(client.post("/v1/chat/completions", json=chat("second")))
         await until(lambda: on.router.serving.num_running == 2)
         run.check_time = break_down  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from router.http_connection import HttpLimits
 from router.http_reply import Receive, Scope, Send, send_json
 from router.http_server import HttpServer
 
-CHAT = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+CHAT = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -162,7 +162,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def served(**limits: float) -> AsyncIterator[str]:
-    server = HttpServer(answer, "127.0.0.1", 0, Faults(), limits=HttpLimits(**limits))  # type: ignore[arg-type]
+    bounds = HttpLimits(**limits)  # type: ignore[arg-type]
+    server = HttpServer(answer, "127.0.0.1", 0, Faults(), lambda _: None, limits=bounds)
     host, port = await server.start()
     try:
         yield f"http://{host}:{port}"

@@ -198,7 +198,7 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
     async with stage(prepare=prepare) as on:
         reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"), limit=4096)
         body = json.dumps(chat("slow", max_tokens=6000, stream=True)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
         await until(on.is_idle, within_s=10)  # all tokens are made, hardly any is read
         text = "".join(
@@ -218,7 +218,9 @@ async def test_a_client_that_does_not_read_at_all_is_cut_off() -> None:
     async with stage(prepare=prepare, stall_s=0.3) as on:
         reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"), limit=4096)
         body = json.dumps(chat("slow", max_tokens=1_000_000, stream=True)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         await until(lambda: len(on.d0.cancelled) == 1, within_s=10)
         await until(on.is_idle)
         assert b"[DONE]" not in await reader.read(-1)
@@ -229,7 +231,7 @@ async def test_the_log_line_of_a_request_has_its_ids_counts_and_times(caplog: py
     async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
         with caplog.at_level("INFO", logger="router.access"):
             await client.post("/v1/chat/completions", json=chat("x"), headers={"x-request-id": "mine"})
-            await client.post("/v1/chat/completions", json=chat("x", n=2))
+            await client.post("/v1/chat/completions", json=chat("x", logprobs=True))
         good, bad = [vars(record) for record in caplog.records if record.name == "router.access"]
         assert (good["status"], good["num_tokens"], good["num_prompt"]) == (200, 8, num_prompt_tokens("x"))
         assert good["client_request_id"] == "mine"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import struct
@@ -11,7 +10,8 @@ import zlib
 
 import msgspec
 import pytest
-from transport_paths import LAYOUT, OPTIONS, connect_writer, tcp_pair, transport_threads, until
+from transport_parts import LAYOUT, OPTIONS, transport_threads, until
+from transport_paths import connect_writer, tcp_pair
 
 from kv_transport.tcp_frames import MAGIC, MAX_HEADER_BYTES, WIRE_VERSION, encode_frame_start
 from pd_core.ticket import TicketRef
@@ -71,7 +71,7 @@ async def test_bytes_that_the_wire_format_does_not_allow_close_the_connection_an
         with await asyncio.to_thread(connect_writer, pair.receiver) as sock:
             await asyncio.to_thread(send, sock, WRONG_BYTES[kind] + 3 * BLOCK)
             assert await asyncio.to_thread(is_closed_soon, sock)
-        await until(lambda: not pair.receiver._connections)
+        await until(lambda: not pair.receiver.connections)
         assert not any(pair.target.buffer)
         assert arrivals.verified == set()
         assert arrivals.corrupt == []
@@ -127,7 +127,7 @@ async def test_peers_that_prove_nothing_are_closed_after_the_deadline_and_make_r
                 sock = stack.enter_context(socket.create_connection((address.host, address.port)))
                 assert sock is not None
             await until(lambda: pair.num("kv_connections_refused") >= 3)
-            assert len(pair.receiver._connections) == FAST.max_connections
+            assert len(pair.receiver.connections) == FAST.max_connections
             assert sum(name.startswith("kv-receive") for name in transport_threads()) == FAST.max_connections
             await until(lambda: pair.num("kv_connections_refused") == 6)
             ticket, arrivals = pair.open([0, 1])
@@ -135,7 +135,9 @@ async def test_peers_that_prove_nothing_are_closed_after_the_deadline_and_make_r
             await arrivals.until(lambda a: a.verified == {0, 1})
 
 
-@pytest.mark.parametrize("first", [b"\0" * 100_000, os.urandom(64), MAGIC, b"KVRP\0\1\xff\xff\xff\xff\0\0\0\0"])
+@pytest.mark.parametrize(
+    "first", [b"\0" * 100_000, random.Random(64).randbytes(64), MAGIC, b"KVRP\0\1\xff\xff\xff\xff\0\0\0\0"]
+)
 async def test_an_unproven_peer_cannot_send_frames(first):
     async with tcp_pair(2, options=FAST) as pair:
         ticket, arrivals = pair.open([0, 1])

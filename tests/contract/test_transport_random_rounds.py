@@ -5,12 +5,13 @@ import contextlib
 import random
 
 import pytest
-from transport_paths import PATHS, inproc_pair, tcp_pair
+from transport_paths import PATHS, inproc_pair, shm_pair, tcp_pair
 
 from kv_transport.inproc_faults import FaultPlan
 from pd_core.errors import DeadlineExceeded, TransferError
 
 NUM_BLOCKS = 48
+SOCKET_PAIRS = {"tcp": tcp_pair, "shm": shm_pair}
 ALL_FAULTS = {
     "delay": 0.2,
     "stall": 0.1,
@@ -69,7 +70,7 @@ async def disturb(pair, generator: random.Random) -> None:
     """Cuts connections at random moments, for ever."""
     while True:
         await asyncio.sleep(generator.random() * 0.02)
-        for connection in list(pair.receiver._connections):
+        for connection in list(pair.receiver.connections):
             connection.cut("the test breaks it")
 
 
@@ -77,8 +78,8 @@ async def disturb(pair, generator: random.Random) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_whatever_happens_every_verified_block_equals_its_source_and_no_permit_is_left(path, seed):
     generator = random.Random(seed)
-    if path == "tcp":
-        opening = tcp_pair(NUM_BLOCKS)
+    if path in SOCKET_PAIRS:
+        opening = SOCKET_PAIRS[path](NUM_BLOCKS)
     else:
         faults = FaultPlan(random.Random(seed), **ALL_FAULTS, delay_s=0.003, stall_s=0.002)
         opening = inproc_pair(NUM_BLOCKS, faults=faults)
@@ -94,7 +95,7 @@ async def test_whatever_happens_every_verified_block_equals_its_source_and_no_pe
                 free.extend(slots)
                 random.Random(number).shuffle(free)
 
-        disturbing = tasks.create_task(disturb(pair, generator)) if path == "tcp" else None
+        disturbing = tasks.create_task(disturb(pair, generator)) if path in SOCKET_PAIRS else None
         lanes = [tasks.create_task(lane(seed * 100 + number)) for number in range(4)]
         await asyncio.gather(*lanes)
         if disturbing:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from transport_paths import (
+from transport_parts import (
     LAYOUT,
     OPTIONS,
     SECRET,
@@ -20,10 +20,10 @@ from transport_paths import (
     ByteMemory,
     identity,
     num_open_files,
-    tcp_pair,
     transport_threads,
     until,
 )
+from transport_paths import tcp_pair
 
 from kv_transport.tcp import DATA_KIND
 from kv_transport.tcp_receiver import TcpBlockReceiver
@@ -152,9 +152,9 @@ async def test_one_connection_serves_all_pushes_and_a_broken_one_is_made_anew():
             for _ in range(5):
                 await pair.push(ticket, [0], [1])
             await arrivals.until(lambda a: a.verified == {0})
-            (connection,) = pair.receiver._connections
+            (connection,) = pair.receiver.connections
             connection.cut("the test breaks it")
-            await until(lambda: not pair.receiver._connections)
+            await until(lambda: not pair.receiver.connections)
             await pair.receiver.close_ticket(ticket.ref)
 
 
@@ -194,7 +194,7 @@ async def test_an_idle_connection_is_closed_by_the_receiver_if_the_sender_keeps_
             await pair.push(ticket, [0], [1])
             await arrivals.until(lambda a: a.verified == {0})
             await pair.receiver.close_ticket(ticket.ref)
-            await until(lambda: not pair.receiver._connections)
+            await until(lambda: not pair.receiver.connections)
 
 
 async def test_more_pushes_than_the_queue_holds_wait_their_turn():

@@ -3,155 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-import msgspec
+import numpy as np
+from transport_parts import (
+    FINGERPRINT,
+    GRACE_S,
+    LAYOUT,
+    OPTIONS,
+    SECRET,
+    SHM_OPTIONS,
+    ByteMemory,
+    Pair,
+    SharedMemory,
+    identity,
+    num_open_files,
+    num_pool_maps,
+    transport_threads,
+    until,
+)
 
-from kv_transport.digest import block_digest
 from kv_transport.inproc import InprocBlockReceiver, InprocBlockSender, InprocNetwork
 from kv_transport.inproc_faults import FaultPlan
-from kv_transport.interface import BlocksArrived, ReceiverEvent, WriterStopped
+from kv_transport.shm import DATA_KIND as SHM_KIND
+from kv_transport.shm import ShmOptions, socket_name
+from kv_transport.shm_frames import Attach, Doorbell, encode
+from kv_transport.shm_pool import copy_block
+from kv_transport.shm_receiver import ShmBlockReceiver
+from kv_transport.shm_sender import ShmBlockSender
 from kv_transport.tcp import DATA_KIND, TcpOptions
 from kv_transport.tcp_frames import encode_frame_start
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
-from pd_core.layout import BlockLayout, Fingerprint
-from pd_core.ticket import Ticket, TicketRef
+from pd_core.layout import Fingerprint
+from pd_core.ticket import Ticket
 from pd_rpc.blocking import authenticate_blocking_as_client
-from pd_rpc.wire import PeerIdentity
-
-SECRET = b"the cluster's secret, 32 bytes.."
-GRACE_S = 0.2
-LAYOUT = BlockLayout("plain", num_layers=2, num_kv_heads=2, head_dim=64, dtype="uint8")
-FINGERPRINT = Fingerprint("weights", "settings", "tokenizer", "numerics", LAYOUT)
-# Frames of three blocks, so that a push of a few blocks is several frames.
-OPTIONS = TcpOptions(
-    handshake_s=1.0, max_frame_bytes=3 * LAYOUT.block_bytes, frame_silence_s=3.0, grace_s=GRACE_S, max_queued_pushes=4
-)
-
-
-def identity(role: str, fingerprint: Fingerprint | None = FINGERPRINT) -> PeerIdentity:
-    return PeerIdentity(f"{role}-0", role, "boot", fingerprint)
-
-
-class ByteMemory:
-    """BlockMemory over a bytearray."""
-
-    def __init__(self, num_blocks: int, block_bytes: int = LAYOUT.block_bytes) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        self._buffer = memoryview(bytearray(num_blocks * block_bytes))
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
-
-    @property
-    def buffer(self) -> memoryview:
-        return self._buffer
-
-    def block(self, block_id: int) -> memoryview:
-        if not 0 <= block_id < self._num_blocks:
-            raise IndexError(block_id)
-        return self._buffer[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
-
-    def fill(self, generator: random.Random) -> None:
-        self._buffer[:] = generator.randbytes(len(self._buffer))
-
-    def digests(self, block_ids: list[int]) -> list[int]:
-        return [block_digest(self.block(block_id)) for block_id in block_ids]
-
-
-class Arrivals:
-    """Listener of a ticket: what came, and a way to wait for more."""
-
-    def __init__(self) -> None:
-        self.events: list[ReceiverEvent] = []
-        self._changed = asyncio.Event()
-
-    def __call__(self, event: ReceiverEvent) -> None:
-        self.events.append(event)
-        self._changed.set()
-
-    @property
-    def verified(self) -> set[int]:
-        return {i for event in self.events if isinstance(event, BlocksArrived) for i in event.verified}
-
-    @property
-    def corrupt(self) -> list[int]:
-        return [i for event in self.events if isinstance(event, BlocksArrived) for i in event.corrupt]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(event.num_bytes for event in self.events if isinstance(event, BlocksArrived))
-
-    @property
-    def num_stopped(self) -> int:
-        return sum(isinstance(event, WriterStopped) for event in self.events)
-
-    async def until(self, condition: Callable[[Arrivals], bool], within_s: float = 5.0) -> None:
-        async with asyncio.timeout(within_s):
-            while not condition(self):
-                self._changed.clear()
-                await self._changed.wait()
-
-
-class Pair:
-    """A source pool with a sender and a target pool with a receiver, over one path."""
-
-    def __init__(self, source: ByteMemory, target: ByteMemory, receiver, sender) -> None:
-        self.source = source
-        self.target = target
-        self.receiver = receiver
-        self.sender = sender
-        self._epochs = itertools.count(1)
-
-    def ticket(self, block_ids: list[int]) -> Ticket:
-        epoch = next(self._epochs)
-        ref = TicketRef(f"ticket-{epoch}", "boot", epoch, 0)
-        return Ticket(ref, f"request-{epoch}", 0, block_ids, 3.0, "127.0.0.1", 1, self.receiver.addresses)
-
-    def open(self, block_ids: list[int]) -> tuple[Ticket, Arrivals]:
-        ticket, arrivals = self.ticket(block_ids), Arrivals()
-        self.receiver.open_ticket(ticket, arrivals)
-        return ticket, arrivals
-
-    async def push(self, ticket: Ticket, indices: list[int], block_ids: list[int], deadline_s: float = 5.0):
-        return await self.sender.push(ticket, indices, block_ids, self.source.digests(block_ids), deadline_s)
-
-    def received(self, ticket: Ticket) -> list[bytes]:
-        return [bytes(self.target.block(block_id)) for block_id in ticket.block_ids]
-
-    def sent(self, block_ids: list[int]) -> list[bytes]:
-        return [bytes(self.source.block(block_id)) for block_id in block_ids]
-
-    def num(self, counter: str) -> int:
-        return int(self.receiver.counters()[counter])
-
-
-async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """For what happens in other threads and has no event to wait for."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def transport_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-
-
-def num_open_files() -> int:
-    return len(list(Path("/dev/fd").iterdir()))
 
 
 def connect_writer(receiver: TcpBlockReceiver, fingerprint: Fingerprint | None = FINGERPRINT) -> socket.socket:
@@ -209,10 +99,98 @@ async def inproc_pair(
     assert len(asyncio.all_tasks()) == tasks
 
 
+class Copies:
+    """Copies blocks as the shm receiver does, but stops half-way through one of a ticket's frame where a test wants.
+
+    stall: the ticket's slots, the second of which is copied half and then waits for `go_on`, or for its writer's end
+    """
+
+    def __init__(self) -> None:
+        self._stalled: tuple[Pair, Ticket] | None = None
+        self._go_on = threading.Event()
+
+    def __call__(self, source: memoryview, into: memoryview) -> None:
+        if self._stalled is None or not self._is_second(*self._stalled, into):
+            copy_block(source, into)
+            return
+        pair, ticket = self._stalled
+        half = len(into) // 2
+        copy_block(source[:half], into[:half])
+        (writer,) = pair.receiver.reception.permits.writers_inside(ticket.ref)
+        while not self._go_on.wait(0.001):
+            if writer._cut_reason is not None:
+                return
+        copy_block(source[half:], into[half:])
+
+    def stall(self, pair: Pair, ticket: Ticket) -> None:
+        self._go_on.clear()
+        self._stalled = pair, ticket
+
+    def go_on(self) -> None:
+        self._stalled = None
+        self._go_on.set()
+
+    @staticmethod
+    def _is_second(pair: Pair, ticket: Ticket, into: memoryview) -> bool:
+        place = pair.target.block(ticket.block_ids[1])
+        return address_of(place) == address_of(into)
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def connect_shm_writer(
+    receiver: ShmBlockReceiver, memory: SharedMemory | None, fingerprint: Fingerprint | None = FINGERPRINT
+) -> socket.socket:
+    """The same over shared memory; with a pool, it has been attached. Blocks for the handshake."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(5)
+    sock.connect(socket_name(receiver.addresses[0].host))
+    authenticate_blocking_as_client(sock, SECRET, identity("prefill", fingerprint), kind=SHM_KIND, deadline_s=5)
+    if memory is not None:
+        attach = Attach(1, memory.num_blocks, memory.block_bytes, memory.nonce)
+        socket.send_fds(sock, [encode(attach)], [memory.fd])
+        assert b"attached" in sock.recv(1000)
+    return sock
+
+
+@asynccontextmanager
+async def shm_pair(
+    num_blocks: int,
+    *,
+    options: ShmOptions = SHM_OPTIONS,
+    sender_fingerprint: Fingerprint = FINGERPRINT,
+    sender_secret: bytes = SECRET,
+) -> AsyncIterator[Pair]:
+    num_files = num_open_files()
+    source = SharedMemory(num_blocks, LAYOUT.block_bytes)
+    target = SharedMemory(num_blocks, LAYOUT.block_bytes)
+    source.fill(random.Random(7))
+    copies = Copies()
+    receiver = ShmBlockReceiver(target, identity("decode"), SECRET, options=options, copy=copies)
+    await receiver.start()
+    sender = ShmBlockSender(source, identity("prefill", sender_fingerprint), sender_secret, options=options)
+    pair = Pair(source, target, receiver, sender)
+    pair.copies = copies
+    try:
+        yield pair
+    finally:
+        await sender.close()
+        await receiver.close()
+        source.close()
+        target.close()
+    assert receiver.reception.permits.num_permits == 0
+    assert transport_threads() == []
+    assert num_open_files() <= num_files
+    assert num_pool_maps() == 0
+
+
 class TcpPath:
     """How the contract tests make pairs over tcp, and writers that stop half-way."""
 
     name = "tcp"
+    whole_in_mid_frame = frozenset({0})
     pair = staticmethod(tcp_pair)
     rough_pair = staticmethod(tcp_pair)
 
@@ -244,6 +222,7 @@ class InprocPath:
     """The same over inproc."""
 
     name = "inproc"
+    whole_in_mid_frame = frozenset({0})
     pair = staticmethod(inproc_pair)
 
     @staticmethod
@@ -273,11 +252,35 @@ class InprocPath:
             await sender.close()
 
 
-PATHS = {"tcp": TcpPath, "inproc": InprocPath}
+class ShmPath:
+    """The same over shared memory, where what stops half-way is the receiver's own copy."""
+
+    name = "shm"
+    whole_in_mid_frame = frozenset({0, 1})  # our own copy of a block ends also when the writer is gone
+    pair = staticmethod(shm_pair)
+    rough_pair = staticmethod(shm_pair)
+
+    @staticmethod
+    @asynccontextmanager
+    async def writer_in_mid_frame(pair: Pair, ticket: Ticket, block_ids: list[int]) -> AsyncIterator[Callable]:
+        """One block and a half have been copied; what is given lets the copy go on, if it still can."""
+        sock = await asyncio.to_thread(connect_shm_writer, pair.receiver, pair.source)
+        pair.copies.stall(pair, ticket)
+        digests = pair.source.digests(block_ids)
+        sock.sendall(encode(Doorbell(1, ticket.ref, list(range(len(block_ids))), block_ids, digests)))
+        await _until_inside(pair, ticket)
+
+        async def send_rest() -> None:
+            pair.copies.go_on()
+
+        try:
+            yield send_rest
+        finally:
+            sock.close()
+            pair.copies.go_on()
 
 
-def changed(fingerprint: Fingerprint, **fields: object) -> Fingerprint:
-    return msgspec.structs.replace(fingerprint, **fields)
+PATHS = {"tcp": TcpPath, "shm": ShmPath, "inproc": InprocPath}
 
 
 async def _until_inside(pair: Pair, ticket: Ticket) -> None:

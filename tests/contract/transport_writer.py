@@ -5,7 +5,7 @@ import socket
 import sys
 
 import msgspec
-from transport_paths import LAYOUT, SECRET, identity
+from transport_parts import LAYOUT, SECRET, identity
 
 from kv_transport.digest import block_digest
 from kv_transport.tcp import DATA_KIND

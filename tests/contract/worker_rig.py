@@ -24,8 +24,11 @@ from pd_core.memory import BlockMemory
 from pd_core.messages import (
     WORKER_REPLIES,
     HandoffCommitted,
+    Preempted,
     PrefillDone,
+    PromptAdmitted,
     ReadLedger,
+    StartBoth,
     StartDecode,
     StartPrefill,
     TicketGranted,
@@ -54,11 +57,13 @@ CHUNK_TOKENS = 32
 CONTEXT_TOKENS = 600
 
 
-def expected_tokens(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
-    """The fake stream by hand: the prefill's factor for the first token, the decode's for all others."""
+def expected_tokens(
+    prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), *, first_factor: int = PREFILL_FACTOR
+) -> list[int]:
+    """The fake stream by hand: decode's factor for all tokens but the first, which the prefill worker draws."""
     context, made = list(prompt), []
     for number in range(max_tokens):
-        factor = PREFILL_FACTOR if number == 0 else DECODE_FACTOR
+        factor = first_factor if number == 0 else DECODE_FACTOR
         token = sum(context[-3:]) * factor % VOCABULARY
         context.append(token)
         made.append(token)
@@ -112,6 +117,10 @@ class Rig:
     def run(self, request: GenerateRequest, attempt: int = 1) -> Run:
         return Run(self, request, attempt)
 
+    def run_both(self, request: GenerateRequest, attempt: int = 1) -> RunBoth:
+        """Both phases on the decode worker."""
+        return RunBoth(self, request, attempt)
+
     async def generate(self, request: GenerateRequest, attempt: int = 1) -> list[int]:
         """The whole stream, checked: indices in order, both copies of the first token equal, one finish at the end."""
         return await self.run(request, attempt).tokens()
@@ -140,9 +149,16 @@ class Rig:
 
 
 class Run:
-    """One request through both workers, as a router drives it."""
+    """One request through both workers, as a router drives it.
+
+    first_factor: of the worker that draws the first token
+    preempted:    how many tokens were made when it lost its blocks, each time
+    """
+
+    first_factor = PREFILL_FACTOR
 
     def __init__(self, rig: Rig, request: GenerateRequest, attempt: int) -> None:
+        self.preempted: list[int] = []
         self.request = request
         self.ticket: Ticket | None = None
         self.made: list[TokenMade] = []
@@ -187,6 +203,8 @@ class Run:
                         self.granted.set()
                     case HandoffCommitted():
                         self.committed = message
+                    case Preempted(num_made=num_made):
+                        self.preempted.append(num_made)
                     case TokenMade():
                         self._deliver(message)
 
@@ -215,6 +233,28 @@ class Run:
             self.finished.set()
 
 
+class RunBoth(Run):
+    """One request on the decode worker alone."""
+
+    first_factor = DECODE_FACTOR
+
+    async def tokens(self) -> list[int]:
+        """Runs to the last token. Raises what the worker failed with."""
+        async with self._rig.to_decode.stream(StartBoth(self.request, self._attempt), CALL_S) as messages:
+            assert await anext(messages) == PromptAdmitted()
+            self.granted.set()
+            async for message in messages:
+                match message:
+                    case Preempted(num_made=num_made):
+                        assert num_made == len(self.made)
+                        self.preempted.append(num_made)
+                    case TokenMade():
+                        self._deliver(message)
+                    case _:
+                        raise AssertionError(f"{message} has no place here")
+        return [token.token for token in self.made]
+
+
 async def eventually(holds: Callable[[], bool], within_s: float) -> None:
     """Returns when it holds; fails when it does not within so long."""
     loop = asyncio.get_running_loop()
@@ -228,7 +268,8 @@ def check_stream(run: Run) -> None:
     """The tokens are the hand-computed ones, numbered without a gap, and only the last has a finish reason."""
     request = run.request
     tokens = [message.token for message in run.made]
-    assert tokens == expected_tokens(request.tokens, request.max_tokens, tuple(request.stop_token_ids))
+    stop = tuple(request.stop_token_ids)
+    assert tokens == expected_tokens(request.tokens, request.max_tokens, stop, first_factor=run.first_factor)
     assert [message.index for message in run.made] == list(
         range(request.first_index, request.first_index + len(tokens))
     )
@@ -325,7 +366,11 @@ async def connect(endpoint: WorkerEndpoint) -> RpcClient:
 
 async def failure_of(rig: Rig, request: GenerateRequest, attempt: int = 1) -> KvrelayError | None:
     """The error that the request ends with; None when all its tokens come and are right."""
-    run = rig.run(request, attempt)
+    return await outcome_of(rig.run(request, attempt))
+
+
+async def outcome_of(run: Run) -> KvrelayError | None:
+    """The same of a run that has not begun."""
     try:
         await run.tokens()
     except KvrelayError as error:

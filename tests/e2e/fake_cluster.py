@@ -171,14 +171,14 @@ class FakeCluster:
             await asyncio.sleep(0.1)
 
 
-def expected_ids(text: str, max_tokens: int) -> list[int]:
-    """The fake stream by hand: prefill's factor for the first token, decode's for all others."""
+def expected_ids(text: str, max_tokens: int, *, by_decode_alone: bool = False) -> list[int]:
+    """The fake stream by hand: prefill's factor for the first token if there is a prefill worker, else decode's."""
     assets = fake_model()
     rendered = assets.chat_template.render([{"role": "user", "content": text}])
     context = assets.tokenizer.encode(rendered)
     made: list[int] = []
     for number in range(max_tokens):
-        factor = PREFILL_FACTOR if number == 0 else DECODE_FACTOR
+        factor = PREFILL_FACTOR if number == 0 and not by_decode_alone else DECODE_FACTOR
         made.append(sum((context + made)[-3:]) * factor % assets.vocab_size)
     return made
 

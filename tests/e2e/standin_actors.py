@@ -15,6 +15,11 @@ from pd_rpc.server import RpcServer
 from pd_rpc.wire import PeerIdentity
 
 
+def visible_gpus(_actor: object) -> str:
+    """Run in an actor: the devices that CUDA would show it."""
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 class StandinWorker:
     role = "prefill"
 

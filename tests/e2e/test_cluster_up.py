@@ -2,129 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
+from kvrelay_process import END_S, GRACE_S, ask
 
 pytestmark = pytest.mark.timeout(120)
 
-KVRELAY = Path(sys.executable).parent / "kvrelay"
-READY_S = 60.0
-GRACE_S = 10.0
-TEMP = Path("/tmp")  # noqa: S108 - looked at only
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
-class Running:
-    """A `kvrelay up` in a session of its own, as a terminal would start it, and every process that came from it."""
-
-    def __init__(self, home: Path, *flags: str, config: dict[str, Any]) -> None:
-        self.home = home
-        self.temp_before = set(TEMP.iterdir())
-        self.shm_before = set(SHARED_MEMORY.iterdir())
-        file = home / "kvrelay.yaml"
-        file.write_text(json.dumps(config))  # JSON is YAML
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "RAY_"))}
-        self.process = subprocess.Popen(
-            [KVRELAY, "up", "--json", "--config", file, *flags],
-            stdout=subprocess.PIPE,
-            stderr=(home / "stderr").open("w"),
-            env=environment | {"HOME": str(home)},
-            start_new_session=True,
-            text=True,
-        )
-        self.family: list[psutil.Process] = []
-
-    @property
-    def stderr(self) -> str:
-        return (self.home / "stderr").read_text()
-
-    def wait_ready(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.look()
-        ready: dict[str, Any] = json.loads(line)
-        assert ready["event"] == "ready", ready
-        return ready
-
-    def look(self) -> None:
-        """Remembers every process that there is now."""
-        me = psutil.Process(self.process.pid)
-        self.family += [me, *me.children(recursive=True)]
-
-    def press_ctrl_c(self) -> None:
-        """A terminal sends SIGINT to every process of the group."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def wait_end(self, deadline_s: float) -> int:
-        return self.process.wait(timeout=deadline_s)
-
-    def assert_nothing_left(self) -> None:
-        assert [process for process in self.family if process.is_running()] == []
-        assert [process for process in psutil.process_iter() if _session_of(process) == self.process.pid] == []
-        assert [path for path in set(TEMP.iterdir()) - self.temp_before if path.name.startswith("kvrelay")] == []
-        assert set(SHARED_MEMORY.iterdir()) <= self.shm_before
-        assert not (self.home / ".ray").exists()
-        run = self.home / ".local" / "state" / "kvrelay" / "run"
-        assert not run.exists() or list(run.iterdir()) == []
-
-    def end_for_certain(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.look()
-        for process in self.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait(timeout=10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-def _session_of(process: psutil.Process) -> int | None:
-    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess, PermissionError):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return os.getsid(process.pid)
-    return None
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    runs: list[Running] = []
-
-    def begin(*flags: str, **config: dict[str, Any]) -> Running:
-        home = tmp_path / f"home-{len(runs)}"
-        home.mkdir()
-        tree = {"model": {"path": "fake"}, "router": {"port": 0}}
-        for name, section in config.items():
-            tree[name] = tree.get(name, {}) | section
-        runs.append(Running(home, *flags, config=tree))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.end_for_certain()
-
-
-def ask(url: str, **fields: Any) -> httpx.Response:
-    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=10.0)
-
-
-def test_ctrl_c_ends_a_serving_cluster_and_leaves_nothing(start):
-    run = start()
+def test_ctrl_c_ends_a_serving_cluster_and_leaves_nothing(kvrelay_up):
+    run = kvrelay_up()
     ready = run.wait_ready()
     answer = ask(ready["url"], max_tokens=3)
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
@@ -142,14 +39,11 @@ def test_ctrl_c_ends_a_serving_cluster_and_leaves_nothing(start):
     ray_folder = _option(run.family, "--temp-dir=").parent
     assert stat.S_IMODE(ray_folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((ray_folder / "token").stat().st_mode) == 0o600
-    state = run.home / ".local" / "state" / "kvrelay"
-    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.state.stat().st_mode) == 0o700
 
-    run.press_ctrl_c()
-    assert run.wait_end(GRACE_S + 2.0) == 0
-    run.assert_nothing_left()
+    run.end_by_ctrl_c()
     assert not ray_folder.exists()
-    events = [json.loads(line) for log in state.glob("logs/*-cluster.jsonl") for line in log.open()]
+    events = [json.loads(line) for log in run.state.glob("logs/*-cluster.jsonl") for line in log.open()]
     assert {"ready", "stopping", "cluster stopped"} <= {event["message"] for event in events}
 
 
@@ -158,8 +52,8 @@ def _option(processes: list[psutil.Process], prefix: str) -> Path:
     return Path(next(word.removeprefix(prefix) for word in words if word.startswith(prefix)))
 
 
-def test_a_second_ctrl_c_does_not_wait_for_running_requests(start):
-    run = start(model={"path": "fake", "fake": {"step_s": 0.5}})
+def test_a_second_ctrl_c_does_not_wait_for_running_requests(kvrelay_up):
+    run = kvrelay_up(model={"fake": {"step_s": 0.5}})
     url = run.wait_ready()["url"]
     body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 200}
     with (
@@ -180,44 +74,48 @@ def test_a_second_ctrl_c_does_not_wait_for_running_requests(start):
     run.assert_nothing_left()
 
 
-def test_sigterm_during_the_start_leaves_nothing(start):
-    run = start()
-    deadline_s = time.monotonic() + READY_S
-    while not any("raylet" in process.name() for process in run.family):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-        run.look()
+def test_sigterm_while_the_actors_start_leaves_nothing(kvrelay_up):
+    run = kvrelay_up()
+    run.wait_until(lambda: run.has("ray::PrefillAct"))
     os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait_end(GRACE_S + 2.0) == 0
+    assert run.wait_end(END_S) == 0
     run.assert_nothing_left()
 
 
-def test_a_second_ctrl_c_while_ray_starts_ends_at_once_and_leaves_nothing(start):
-    run = start()
-    deadline_s = time.monotonic() + READY_S
-    while not any("gcs_server" in process.name() for process in run.family):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-        run.look()
-    os.kill(run.process.pid, signal.SIGINT)
-    time.sleep(0.2)  # two signals at once would count as one
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait_end(2.0) == 130
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_ray_starts_ends_at_once_and_leaves_nothing(kvrelay_up, number):
+    run = kvrelay_up()
+    run.wait_until(lambda: run.has("gcs_server"))
+    os.kill(run.process.pid, number)
+    assert run.wait_end(3.0) == 0
     run.assert_nothing_left()
 
 
-def test_a_port_in_use_is_named_within_seconds(start):
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_when_a_process_of_ray_dies_while_it_starts_that_is_said_at_once(kvrelay_up, name):
+    run = kvrelay_up()
+    run.wait_until(lambda: run.has(name))
+    time.sleep(1.0)  # until the launcher has seen it too; Ray takes longer to start
+    next(process for process in run.family if process.name() == name).kill()
+    assert run.wait_end(5.0) == 1
+    assert f"kvrelay: Ray's {name} died" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.read_event()["event"] == "error"
+    run.assert_nothing_left()
+
+
+def test_a_port_in_use_is_named_within_seconds(kvrelay_up):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        run = start("--port", str(port))
+        run = kvrelay_up("--port", str(port))
         assert run.wait_end(15.0) == 2
     assert f"port {port} on 127.0.0.1 cannot be used" in run.stderr
 
 
-def test_a_model_that_is_not_there_is_named_within_seconds_and_nothing_is_left(start):
-    run = start("--model", "/nowhere/model.gguf")
+def test_a_model_that_is_not_there_is_named_within_seconds_and_nothing_is_left(kvrelay_up):
+    run = kvrelay_up("--model", "/nowhere/model.gguf")
     assert run.wait_end(15.0) == 2
     assert "there is no model at /nowhere/model.gguf" in run.stderr
     assert "Traceback" not in run.stderr
@@ -225,15 +123,14 @@ def test_a_model_that_is_not_there_is_named_within_seconds_and_nothing_is_left(s
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_when_ray_itself_dies_the_run_says_so_and_ends_and_nothing_is_left(start, name):
-    run = start()
+def test_when_ray_itself_dies_the_run_says_so_and_ends_and_nothing_is_left(kvrelay_up, name):
+    run = kvrelay_up()
     run.wait_ready()
     next(process for process in run.family if process.name() == name).kill()
     assert run.wait_end(5.0) == 1
     assert f"kvrelay: Ray's {name} died" in run.stderr
     assert "Traceback" not in run.stderr
     run.assert_nothing_left()
-    assert run.process.stdout is not None
-    assert json.loads(run.process.stdout.readline())["event"] == "error"
-    log = next((run.home / ".local" / "state" / "kvrelay" / "logs").glob("*-cluster.jsonl"))
+    assert run.read_event()["event"] == "error"
+    log = next((run.state / "logs").glob("*-cluster.jsonl"))
     assert f"Ray's {name} died" in json.loads(log.read_text().splitlines()[-1])["message"]

@@ -18,7 +18,6 @@ from pd_model.assets import assets_of
 from pd_model.folder import ModelFolder, default_cache_dir
 from pd_worker.memory import PoolMemory
 
-MAX_TOKENS = 32
 CHUNK_TOKENS = 96
 """For REF: another chunk size than the cluster's, because it must not matter."""
 TURN_S = 120.0
@@ -30,10 +29,11 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One request and its answer."""
+    """One request and its answer. max_tokens: what it asked for."""
 
     name: str
     prompt_ids: list[int]
+    max_tokens: int
     token_ids: list[int]
     sampling: SamplingParams
     finish_reason: str
@@ -43,11 +43,13 @@ class Turn:
 class Client:
     """Holds conversations with a server, all at once, each beginning at a random moment."""
 
-    def __init__(self, url: str, folder: ModelFolder, seed: int, spread_s: float) -> None:
+    def __init__(self, url: str, folder: ModelFolder, seed: int, spread_s: float, max_tokens: int) -> None:
+        """spread_s: within this time every conversation begins, and each waits so long at most between its turns."""
         self._url = url
         self._assets = assets_of(folder)
         self._chance = random.Random(seed)
         self._spread_s = spread_s
+        self._max_tokens = max_tokens
 
     async def hold_all(self, questions: list[Question]) -> list[Turn]:
         limits = httpx.Limits(max_connections=2 * len(questions))
@@ -74,6 +76,7 @@ class Client:
                 Turn(
                     f"question {question.question_id} turn {number} {kind}",
                     body["prompt_token_ids"],
+                    self._max_tokens,
                     choice["token_ids"],
                     SAMPLINGS[kind],
                     choice["finish_reason"],
@@ -88,7 +91,7 @@ class Client:
         request = {
             "model": self._assets.name,
             "messages": messages,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self._max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -102,21 +105,41 @@ class Client:
         return body
 
 
-def check_against_one_process(turns: list[Turn], folder: ModelFolder, dtype: DType, kernels: str) -> None:
-    """Every turn's ids are those of the same engine alone, one request at a time; usage and reason fit them."""
-    num_blocks = 1 + (max(len(turn.prompt_ids) for turn in turns) + MAX_TOKENS) // 16
-    plan = plan_engine(folder, dtype, default_cache_dir(), kernels)
-    memory = PoolMemory(num_blocks, plan.layout.block_bytes)
-    engine = load_engine(plan, memory, num_threads=2)
-    for turn in turns:
-        request = GenerateRequest(
-            "alone", turn.prompt_ids, MAX_TOKENS, turn.sampling, stop_token_ids=folder.manifest.eos_token_ids
-        )
-        alone = generate_alone(engine, request, CHUNK_TOKENS, range(num_blocks))
-        assert turn.token_ids == alone, turn.name
-        assert turn.usage["prompt_tokens"] == len(turn.prompt_ids)
-        assert turn.usage["completion_tokens"] == len(alone)
-        stopped = alone[-1] in folder.manifest.eos_token_ids
-        assert turn.finish_reason == ("stop" if stopped else "length"), turn.name
-    del engine
-    memory.close()
+class References:
+    """What one process alone makes of requests: the same engine, one request at a time, each computed once."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self.folder = folder
+        self._known: dict[tuple[DType, str, tuple[int, ...], int, SamplingParams], list[int]] = {}
+
+    def alone(self, turns: list[Turn], dtype: DType, kernels: str) -> list[list[int]]:
+        """The ids for each turn's prompt."""
+        keys = [(dtype, kernels, tuple(turn.prompt_ids), turn.max_tokens, turn.sampling) for turn in turns]
+        missing = {key: turn for key, turn in zip(keys, turns, strict=True) if key not in self._known}
+        if missing:
+            self._known |= zip(missing, self._compute(list(missing.values()), dtype, kernels), strict=True)
+        return [self._known[key] for key in keys]
+
+    def _compute(self, turns: list[Turn], dtype: DType, kernels: str) -> list[list[int]]:
+        num_blocks = 1 + max(len(turn.prompt_ids) + turn.max_tokens for turn in turns) // 16
+        plan = plan_engine(self.folder, dtype, default_cache_dir(), kernels)
+        memory = PoolMemory(num_blocks, plan.layout.block_bytes)
+        engine = load_engine(plan, memory, num_threads=2)
+        stops = self.folder.manifest.eos_token_ids
+        requests = [
+            GenerateRequest("alone", turn.prompt_ids, turn.max_tokens, turn.sampling, stop_token_ids=stops)
+            for turn in turns
+        ]
+        made = [generate_alone(engine, request, CHUNK_TOKENS, range(num_blocks)) for request in requests]
+        del engine
+        memory.close()
+        return made
+
+    def check(self, turns: list[Turn], dtype: DType, kernels: str) -> None:
+        """Every turn has the ids of one process alone, and a usage and a reason that fit them."""
+        stops = self.folder.manifest.eos_token_ids
+        for turn, alone in zip(turns, self.alone(turns, dtype, kernels), strict=True):
+            assert turn.token_ids == alone, turn.name
+            assert turn.usage["prompt_tokens"] == len(turn.prompt_ids)
+            assert turn.usage["completion_tokens"] == len(alone)
+            assert turn.finish_reason == ("stop" if alone[-1] in stops else "length"), turn.name

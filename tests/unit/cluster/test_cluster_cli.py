@@ -34,6 +34,7 @@ from cluster.ray_runtime import (
     write_private,
 )
 from cluster.stop_signals import StopSignals
+from pd_core.config import Config
 from pd_core.errors import ConfigError
 from pd_core.messages import WorkerEndpoint
 
@@ -85,7 +86,49 @@ def test_with_json_an_error_is_one_object_that_names_the_path(tmp_path):
     }
 
 
-@pytest.mark.parametrize("flags", [["--port", "x"], ["--dtype", "int3"], ["--nonsense"]])
+FLAGS = {
+    "prefill": 0,
+    "decode": 2,
+    "transfer": "shm",
+    "device": "cuda",
+    "dtype": "float32",
+    "host": "::1",
+    "port": 0,
+}
+
+
+def test_flags_override_the_file(tmp_path, monkeypatch):
+    seen: list[Config] = []
+
+    def check(config: Config, _state_dir: Path) -> None:
+        seen.append(config)
+        raise ConfigError("no more is needed")
+
+    monkeypatch.setattr("cluster.preflight.check_all", check)
+    file = tmp_path / "c.yaml"
+    file.write_text("{decode: {num_workers: 5, max_batch: 3}, transfer: {path: tcp}, prefill: {num_workers: 7}}")
+    flags = [f"--{name}={value}" for name, value in FLAGS.items()]
+    assert CliRunner().invoke(kvrelay, ["up", "--config", str(file), *flags]).exit_code == 2
+    assert CliRunner().invoke(kvrelay, ["up", "--config", str(file)]).exit_code == 2
+    by_flags, by_file = seen
+    assert (by_flags.prefill.num_workers, by_flags.decode.num_workers, by_flags.transfer.path) == (0, 2, "shm")
+    assert (by_flags.model.device, by_flags.model.dtype) == ("cuda", "float32")
+    assert (by_flags.router.host, by_flags.router.port, by_flags.decode.max_batch) == ("::1", 0, 3)
+    assert (by_file.prefill.num_workers, by_file.decode.num_workers, by_file.transfer.path) == (7, 5, "tcp")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "x"],
+        ["--dtype", "int3"],
+        ["--nonsense"],
+        ["--prefill", "-1"],
+        ["--decode", "0"],
+        ["--transfer", "pigeon"],
+        ["--device", "tpu"],
+    ],
+)
 def test_a_wrong_flag_ends_with_status_2(flags):
     assert CliRunner().invoke(kvrelay, ["up", *flags]).exit_code == 2
 
@@ -135,7 +178,7 @@ def test_a_folder_for_ray_that_cannot_be_made_is_named():
     with tempfile.TemporaryDirectory(prefix="kv") as short:  # else it is made in /tmp
         (Path(short) / "run").write_text("in the way")
         with pytest.raises(ConfigError, match=f"no folder for Ray can be made in {short}: File exists"):
-            RayRuntime(Path(short)).start(1)
+            RayRuntime(Path(short)).start(1, 0)
 
 
 def test_a_log_file_that_cannot_be_made_is_named(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cluster.preflight
-from cluster.machine import _available_bytes
+from cluster.machine import _available_bytes, count_visible
 from cluster.preflight import (
     FIRST_PARTY,
     check_all,
@@ -118,6 +118,23 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _place: usage)
     with pytest.raises(ConfigError, match=f"{tmp_path}: 5 MiB of disk are free"):
         check_disk(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_visible"),
+    [(None, 4), ([], 0), (["-1"], 0), (["0"], 1), (["2", "3"], 2), (["1", "-1", "2"], 1), (["GPU-5ebe9f43"], 1)],
+)
+def test_gpus_that_are_hidden_do_not_count(ids, num_visible):
+    assert count_visible(ids, num_present=4) == num_visible
+    assert count_visible(ids, num_present=0) == 0
+
+
+def test_too_few_gpus_are_named_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.preflight.count_gpus", lambda: 1)
+    tree = {"router": {"port": 0}, "model": {"path": "fake", "device": "cuda"}}
+    with pytest.raises(ConfigError, match="2 workers need a GPU each, and 1 can be seen"):
+        check_all(parse_config(tree), tmp_path)
+    check_all(parse_config(tree | {"prefill": {"num_workers": 0}}), tmp_path)
 
 
 def test_memory_is_what_the_container_leaves_us(tmp_path):

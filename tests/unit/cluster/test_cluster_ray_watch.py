@@ -11,7 +11,7 @@ import pytest
 
 from cluster.orphans import adopt_orphans, kill_all_descendants
 from cluster.processes import list_descendants
-from cluster.ray_watch import RayWatch
+from cluster.ray_watch import RayStartWatch, RayWatch
 from pd_core.errors import Unavailable
 
 
@@ -45,6 +45,22 @@ def test_after_its_close_a_watch_says_nothing(child):
 def test_a_vital_process_that_is_not_there_is_named():
     with pytest.raises(Unavailable, match="Ray's no-such is not running"):
         RayWatch(lambda _name: None, ("no-such",))
+
+
+def test_a_process_that_came_and_went_while_ray_starts_is_named_also_before_anybody_waits_for_it(child):
+    watch = RayStartWatch(("sleep",))
+    assert watch.find_dead() is None
+    assert watch.find_dead() is None
+    child.kill()
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert watch.find_dead() == "sleep"
+    child.wait()
+    assert watch.find_dead() == "sleep"
+
+
+def test_one_that_has_not_come_yet_is_waited_for():
+    assert RayStartWatch(("no-such",)).find_dead() is None
 
 
 def test_children_of_a_dead_child_are_killed_too():

@@ -12,9 +12,11 @@ from cluster.sizes import (
     WORKER_BYTES,
     Machine,
     ModelSize,
+    check_gpus,
     fill_pool_sizes,
     plan_workers,
     share_cores,
+    sharing_note,
 )
 from pd_core.config import parse_config
 from pd_core.errors import ConfigError
@@ -60,7 +62,7 @@ def test_default_pools_take_half_of_what_is_left_where_memory_is_scarce():
 
 @given(
     available=st.integers(0, 256 * GIB),
-    num_prefill=st.integers(1, 8),
+    num_prefill=st.integers(0, 8),
     num_decode=st.integers(1, 8),
     block_bytes=st.integers(1, 8 << 20),
     context=st.integers(16, 1 << 18),
@@ -73,10 +75,11 @@ def test_default_pools_always_fit_or_the_error_names_the_field(
     try:
         config = fill_pool_sizes(parse_config(tree), machine(available), model)
     except ConfigError as error:
-        assert error.param == "prefill.num_blocks"
+        assert error.param == ("prefill.num_blocks" if num_prefill else "decode.num_blocks")
         return
-    assert config.prefill.num_blocks and config.decode.num_blocks
-    pools = (config.prefill.num_blocks * num_prefill + config.decode.num_blocks * num_decode) * block_bytes
+    assert config.decode.num_blocks
+    assert bool(config.prefill.num_blocks) == (num_prefill > 0), "nobody needs a pool of no worker"
+    pools = ((config.prefill.num_blocks or 0) * num_prefill + config.decode.num_blocks * num_decode) * block_bytes
     beside = (num_prefill + num_decode) * (model.weights_bytes + WORKER_BYTES)
     assert pools + beside <= available
 
@@ -113,6 +116,55 @@ def test_every_worker_has_a_name_a_role_and_as_many_threads_as_cores():
     assert plans[2].config.decode.num_threads == 2
 
 
+def test_without_prefill_workers_decode_workers_have_the_machine_to_themselves():
+    plans = plan_workers(parse_config({"prefill": {"num_workers": 0}}), machine(num_cores=3), MODEL)
+    assert [(plan.name, plan.role, plan.cores) for plan in plans] == [("decode-0", "decode", [0, 1, 2])]
+    assert plans[0].config.decode.num_threads == 3
+    beside = MODEL.weights_bytes + WORKER_BYTES
+    alone = fill_pool_sizes(
+        parse_config({"prefill": {"num_workers": 0}}), machine(beside + 400 * MODEL.block_bytes), MODEL
+    )
+    assert (alone.prefill.num_blocks, alone.decode.num_blocks) == (None, 200)
+
+
+def test_a_pool_of_prefill_workers_that_there_are_not_takes_no_memory():
+    tree = {"prefill": {"num_workers": 0, "num_blocks": 1 << 24}, "decode": {"num_blocks": 64}}
+    assert len(plan_workers(parse_config(tree), machine(4 * GIB), MODEL)) == 1
+
+
+def test_an_odd_number_of_cores_is_shared_out_to_both_roles_one_by_one():
+    tree = {"prefill": {"num_workers": 2}, "decode": {"num_workers": 2}}
+    plans = plan_workers(parse_config(tree), machine(num_cores=5), MODEL)
+    assert [plan.cores for plan in plans] == [[0, 1], [2], [3], [4]]
+    threads = [getattr(plan.config, plan.role).num_threads for plan in plans]
+    assert threads == [2, 1, 1, 1]
+
+
+def test_more_workers_than_cores_share_them_and_that_is_said():
+    tree = {"prefill": {"num_workers": 2}, "decode": {"num_workers": 2}}
+    plans = plan_workers(parse_config(tree), machine(num_cores=2), MODEL)
+    assert [plan.cores for plan in plans] == [[0], [1], [0], [1]], "each core has one of both roles"
+    assert sharing_note([0, 1], 4) == "4 workers share 2 cores: they compute in turns"
+    assert sharing_note([7], 2) == "2 workers share 1 core: they compute in turns"
+    assert sharing_note([0, 1], 2) is None
+
+
+def test_on_cuda_each_worker_has_a_gpu_of_its_own_and_on_the_cpu_none():
+    tree = {"model": {"device": "cuda"}, "decode": {"num_workers": 2}}
+    assert [plan.num_gpus for plan in plan_workers(parse_config(tree), machine(), MODEL)] == [1, 1, 1]
+    assert [plan.num_gpus for plan in plan_workers(parse_config({}), machine(), MODEL)] == [0, 0]
+
+
+@pytest.mark.parametrize("num_visible", [0, 1])
+def test_fewer_gpus_than_workers_are_named_with_both_numbers(num_visible):
+    config = parse_config({"model": {"device": "cuda"}})
+    check_gpus(config, 2)
+    check_gpus(parse_config({}), 0)
+    with pytest.raises(ConfigError, match=f"2 workers need a GPU each, and {num_visible} can be seen") as raised:
+        check_gpus(config, num_visible)
+    assert raised.value.param == "model.device"
+
+
 def test_a_block_of_the_default_model_takes_360_kib_in_bfloat16_and_twice_that_in_float32():
     manifest = ModelManifest(
         architecture="llama",
@@ -133,4 +185,6 @@ def test_a_block_of_the_default_model_takes_360_kib_in_bfloat16_and_twice_that_i
     half, full = size_of("m", manifest, "bfloat16"), size_of("m", manifest, "float32")
     assert half.block_bytes == 360 << 10
     assert full.block_bytes == 720 << 10
-    assert full.weights_bytes == 2 * half.weights_bytes == 4 * 134_515_008
+    num_weights, head, rotary_bytes = 134_515_008, 49152 * 576, 2 * 8192 * 64 * 4
+    assert half.weights_bytes == 2 * (num_weights + head) + rotary_bytes
+    assert full.weights_bytes == 4 * (num_weights + head) + rotary_bytes

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pd_core.ledger import LedgerCounts
 from pd_core.messages import WorkerEndpoint, WorkerState, WorkerStatus
-from router.view import ClusterView, Rules, heard, set_workers
+from router.policy import Demand, Placement, place, works_of
+from router.view import ClusterView, Rules, WorkerRef, heard, placed, set_workers
 
-RULES = Rules(suspect_s=2.0, dead_s=10.0, max_prefill=4, max_decode=16)
+RULES = Rules(
+    suspect_s=2.0,
+    dead_s=10.0,
+    max_prefill=4,
+    max_decode=16,
+    roles=("prefill", "decode"),
+    chunk_tokens=256,
+    ageing_tokens_per_s=200.0,
+)
+BOTH = msgspec.structs.replace(RULES, roles=("decode",))
+"""Decode workers compute prompts too."""
 
 
 def endpoint(name: str, incarnation: str = "boot-1") -> WorkerEndpoint:
@@ -24,6 +37,7 @@ def status(
     total: int = 64,
     context_tokens: int = 512,
     state: WorkerState = WorkerState.READY,
+    counters: dict[str, float] | None = None,
 ) -> WorkerStatus:
     return WorkerStatus(
         name=name,
@@ -36,14 +50,32 @@ def status(
         blocks=LedgerCounts(total=total, free=free, reserved=0, held=total - free, quarantined=0),
         context_tokens=context_tokens,
         pool_tokens=total * 16,
-        counters={},
+        counters=counters or {},
         detail={},
     )
 
 
-def cluster(*names: str, now_s: float = 0.0) -> ClusterView:
+def cluster(*names: str, now_s: float = 0.0, rules: Rules = RULES) -> ClusterView:
     """All of them ready, each heard once."""
-    view = set_workers(ClusterView(RULES), [endpoint(name) for name in names], now_s)
+    view = set_workers(ClusterView(rules), [endpoint(name) for name in names], now_s)
     for name in names:
         view = heard(view, status(name), now_s)
     return view
+
+
+def ref(name: str) -> WorkerRef:
+    return WorkerRef(name, "boot-1")
+
+
+def take(view: ClusterView, placement: Placement, work_id: str, demand: Demand, now_s: float = 0.0) -> ClusterView:
+    """The view with the placement carried out."""
+    for name, work in works_of(placement, demand, view, now_s).items():
+        view = placed(view, ref(name), work_id, work)
+    return view
+
+
+def put(view: ClusterView, work_id: str, demand: Demand, now_s: float = 0.0) -> ClusterView:
+    """The view with this request placed, which must go."""
+    placement = place(demand, view, now_s)
+    assert isinstance(placement, Placement), placement
+    return take(view, placement, work_id, demand, now_s)

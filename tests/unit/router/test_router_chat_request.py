@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pd_core.errors import InvalidRequest, UnknownModel
 from pd_core.request import SamplingParams
+from router.api_fields import MAX_CHOICES, MAX_STOP_CHARACTERS, Options
 from router.chat_request import HARMLESS, NOT_SUPPORTED, ChatBody, ChatCall, parse_chat
 
 USER = {"role": "user", "content": "hello"}
@@ -17,7 +18,7 @@ USER = {"role": "user", "content": "hello"}
 
 def parse(**fields: Any) -> ChatCall:
     body = {"model": "m", "messages": [USER], **fields}
-    return parse_chat(json.dumps(body).encode(), "m", draw_seed=lambda: 77)
+    return parse_chat(json.dumps(body).encode(), "m")
 
 
 def refused(**fields: Any) -> InvalidRequest:
@@ -26,15 +27,20 @@ def refused(**fields: Any) -> InvalidRequest:
     return refusal.value
 
 
-def test_what_is_left_out_has_openais_defaults_and_a_seed_of_its_own() -> None:
+def test_what_is_left_out_has_openais_defaults_and_no_seed() -> None:
     assert parse() == ChatCall(
         messages=[USER],
-        max_tokens=None,
-        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=77),
-        is_stream=False,
-        with_usage=False,
-        with_token_ids=False,
-        ignores_eos=False,
+        options=Options(
+            max_tokens=None,
+            sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
+            seed=None,
+            num_choices=1,
+            stops=[],
+            is_stream=False,
+            with_usage=False,
+            with_token_ids=False,
+            ignores_eos=False,
+        ),
     )
 
 
@@ -56,16 +62,8 @@ def test_a_field_that_is_not_supported_may_be_off(field: str, off: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", 0),
-        ("n", True),
-        ("n", 1.0),
-        ("best_of", 1.0),
         ("min_tokens", 0.0),
         ("presence_penalty", False),
-        ("stop", "x"),
-        ("stop", ["x"]),
-        ("stop", ""),
         ("min_tokens", 5),
         ("logprobs", True),
         ("logprobs", 0),
@@ -127,6 +125,22 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, val
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
+        ({"n": 0}, "n"),
+        ({"n": -1}, "n"),
+        ({"n": MAX_CHOICES + 1}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": "x" * (MAX_STOP_CHARACTERS + 1)}, "stop"),
+        ({"stop": ["x" * (MAX_STOP_CHARACTERS + 1)]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
         ({"stream": True, "stream_options": {"surprise": 1}}, "stream_options.surprise"),
     ],
 )
@@ -136,6 +150,10 @@ def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_field(fields
 
 def test_a_limit_that_was_passed_is_named() -> None:
     assert "2.0" in refused(temperature=3).message
+    assert str(MAX_CHOICES) in refused(n=1000).message
+    assert "at most 4" in refused(stop=["a"] * 5).message
+    assert "1000" in refused(stop="x" * 2000).message
+    assert "1000" in refused(stop=["x" * 2000]).message
 
 
 def test_the_limit_of_a_huge_token_number_is_named_and_the_number_is_not_said_back() -> None:
@@ -165,7 +183,7 @@ def test_a_clients_long_word_is_said_back_short(word: str) -> None:
 def refused_text(fields: str) -> InvalidRequest:
     body = '{"model":"m","messages":[{"role":"user","content":"a: b"}]' + fields + "}"
     with pytest.raises(InvalidRequest) as refusal:
-        parse_chat(body.encode(), "m", draw_seed=lambda: 0)
+        parse_chat(body.encode(), "m")
     return refusal.value
 
 
@@ -199,9 +217,9 @@ def test_colons_and_escapes_in_texts_are_not_taken_for_keys(texts: list[str], is
     body = {"model": "m", "messages": messages, "metadata": {text: {text: text} for text in texts}}
     plain = json.dumps(body, ensure_ascii=is_ascii)
     for written in (plain, plain.replace("a", "\\u0061") if "\\" not in plain else plain):
-        assert parse_chat(written.encode(), "m", draw_seed=lambda: 0).messages == messages
+        assert parse_chat(written.encode(), "m").messages == messages
     with pytest.raises(InvalidRequest, match="twice"):
-        parse_chat(plain.replace('"metadata"', '"metadata":"","metadata"').encode(), "m", draw_seed=lambda: 0)
+        parse_chat(plain.replace('"metadata"', '"metadata":"","metadata"').encode(), "m")
 
 
 def test_another_model_is_not_found() -> None:
@@ -212,8 +230,23 @@ def test_both_names_of_the_token_limit_are_understood() -> None:
     assert parse(max_tokens=7) == parse(max_completion_tokens=7) == parse(max_tokens=7, max_completion_tokens=7)
 
 
+def test_a_negative_seed_is_counted_from_the_end() -> None:
+    assert parse(seed=-1).options.seed == 2**63 - 1
+
+
+def test_one_stop_is_a_list_of_one_and_an_empty_list_is_none() -> None:
+    assert parse(stop="x").options.stops == parse(stop=["x"]).options.stops == ["x"]
+    assert parse(stop=[]) == parse()
+    assert parse(stop=["x" * MAX_STOP_CHARACTERS] * 4).options.stops == ["x" * MAX_STOP_CHARACTERS] * 4
+
+
+def test_best_of_as_many_as_are_given_out_is_off() -> None:
+    assert parse(best_of=1) == parse(n=1) == parse()
+    assert parse(n=3, best_of=3) == parse(n=3)
+
+
 def test_top_k_zero_and_minus_one_are_off() -> None:
-    assert parse(top_k=0).sampling.top_k == parse(top_k=-1).sampling.top_k == 0
+    assert parse(top_k=0).options.sampling.top_k == parse(top_k=-1).options.sampling.top_k == 0
 
 
 def test_parts_of_a_content_are_one_text_and_developer_is_system() -> None:
@@ -238,7 +271,7 @@ def test_an_answer_can_be_sent_back_as_clients_do() -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_harm_than_a_refusal(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        parse_chat(body, "m", draw_seed=lambda: 0)
+        parse_chat(body, "m")
 
 
 JSON = st.recursive(
@@ -255,5 +288,6 @@ def test_no_value_in_any_field_does_more_harm_than_a_refusal_that_names_a_field(
     except InvalidRequest as error:
         assert error.param is None or error.param.split(".")[0].split("[")[0] in {*fields, "model", "messages"}
     else:
-        assert 0 <= call.sampling.temperature <= 2
-        assert 0 <= call.sampling.seed < 2**63
+        assert 0 <= call.options.sampling.temperature <= 2
+        assert call.options.seed is None or 0 <= call.options.seed < 2**63
+        assert all(call.options.stops)

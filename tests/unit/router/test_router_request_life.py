@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pd_core.errors import InvalidTransition, KvrelayError, ProtocolError, TokenMismatch, Unavailable, WorkerLost
 from pd_core.request import FinishReason
 from pd_core.request_life import (
+    AnswerComplete,
     ClientLeft,
     CloseLeg,
     Deliver,
@@ -19,13 +20,16 @@ from pd_core.request_life import (
     LegEnded,
     LegFailed,
     LegRefused,
+    OpenBoth,
     OpenDecode,
     OpenPrefill,
     Placed,
+    PromptTaken,
     RequestCommand,
     RequestEvent,
     RequestLife,
     RequestState,
+    SequencePreempted,
     TicketReceived,
     TimeRanOut,
     TokenReceived,
@@ -35,6 +39,7 @@ from pd_core.ticket import Ticket, TicketRef
 
 TICKET = Ticket(TicketRef("t", "boot-1", 1, 1), "r", 0, [0], 3.0, "127.0.0.1", 1, [])
 PLACED = Placed(prefill="p0", decode="d0")
+ON_ONE = Placed(prefill=None, decode="d0")
 LOST = WorkerLost("d0 is lost")
 OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
@@ -60,9 +65,61 @@ def test_a_request_goes_over_both_legs_and_closes_them_at_its_last_token() -> No
     told = [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), KvCommitted(), LegEnded(Leg.PREFILL)]
     life, commands = run(*told, token(Leg.DECODE, 0))
     assert (life.state, commands) == (RequestState.DECODING, [])  # decode's copy of the first token
-    life, commands = run(*told, token(Leg.DECODE, 1, finish=FinishReason.LENGTH))
+    life, commands = run(*told, token(Leg.DECODE, 0), token(Leg.DECODE, 1, finish=FinishReason.LENGTH))
     assert life.state is RequestState.FINISHED
     assert commands == [Deliver(1, 7, FinishReason.LENGTH), CloseLeg(Leg.DECODE)]
+
+
+def test_with_both_phases_on_one_worker_there_is_one_leg_from_the_beginning_to_the_end() -> None:
+    life, commands = run(ON_ONE)
+    assert (life.state, commands) == (RequestState.RESERVING, [OpenBoth("d0")])
+    life, commands = run(ON_ONE, PromptTaken())
+    assert (life.state, life.open_legs, commands) == (RequestState.PREFILLING, frozenset({Leg.DECODE}), [])
+    told = [ON_ONE, PromptTaken(), token(Leg.DECODE, 0)]
+    life, commands = run(*told)
+    assert (life.state, commands) == (RequestState.DECODING, [Deliver(0, 7, None)])
+    life, commands = run(*told, token(Leg.DECODE, 1, finish=FinishReason.LENGTH))
+    assert commands == [Deliver(1, 7, FinishReason.LENGTH), CloseLeg(Leg.DECODE)]
+
+
+def test_a_worker_of_both_phases_may_refuse_too_and_the_next_placement_may_have_two_legs() -> None:
+    life, commands = run(ON_ONE, LegRefused(Leg.DECODE))
+    assert (life.state, commands) == (RequestState.QUEUED, [CloseLeg(Leg.DECODE)])
+    assert run(ON_ONE, LegRefused(Leg.DECODE), PLACED)[1] == [OpenDecode("d0")]
+
+
+@pytest.mark.parametrize("end", [LegEnded(Leg.DECODE), LegFailed(Leg.DECODE, LOST)])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_only_leg_cannot_be_done_without(end: RequestEvent, length: int) -> None:
+    life, commands = run(*[ON_ONE, PromptTaken(), token(Leg.DECODE, 0)][:length], end)
+    assert life.state is RequestState.FAILED
+    assert isinstance(commands[0], Fail)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [ON_ONE, PromptTaken()],
+        [ON_ONE, PromptTaken(), token(Leg.DECODE, 0)],
+        [PLACED, TicketReceived(TICKET), KvCommitted()],
+        [PLACED, TicketReceived(TICKET), KvCommitted(), token(Leg.DECODE, 0)],
+        [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), KvCommitted(), token(Leg.DECODE, 0)],
+    ],
+)
+def test_a_preemption_changes_nothing_for_the_stream(told: list[RequestEvent]) -> None:
+    before, _ = run(*told)
+    life, commands = step(before, SequencePreempted(before.num_of_decode))
+    assert (life.state, life.open_legs, commands) == (before.state, before.open_legs, [])
+    assert life.num_preemptions == 1
+    life, commands = step(life, token(Leg.DECODE, before.num_of_decode))
+    assert life.state is RequestState.DECODING
+    assert all(isinstance(command, Deliver) for command in commands)
+
+
+def test_a_preemption_that_counts_other_tokens_than_have_come_fails_the_request() -> None:
+    _, commands = run(ON_ONE, PromptTaken(), token(Leg.DECODE, 0), SequencePreempted(2))
+    assert isinstance(commands[0], Fail)
+    assert isinstance(commands[0].error, ProtocolError)
 
 
 def test_a_first_token_that_ends_the_request_cancels_the_ticket() -> None:
@@ -106,10 +163,33 @@ def test_two_copies_of_a_token_that_differ_fail_the_request() -> None:
     assert isinstance(commands[0].error, TokenMismatch)
 
 
-def test_a_token_before_its_turn_fails_the_request() -> None:
-    _, commands = run(PLACED, TicketReceived(TICKET), token(Leg.DECODE, 1))
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [token(Leg.DECODE, 1)],
+        [token(Leg.PREFILL, 1)],
+        [token(Leg.PREFILL, 0), token(Leg.PREFILL, 0)],
+        [token(Leg.PREFILL, 0), token(Leg.PREFILL, 1)],
+        [token(Leg.PREFILL, 0), token(Leg.DECODE, 1)],
+        [token(Leg.DECODE, 0), token(Leg.DECODE, 0)],
+        [token(Leg.DECODE, 0), token(Leg.DECODE, 1), token(Leg.DECODE, 1)],
+        [token(Leg.DECODE, 0), token(Leg.DECODE, 2)],
+        [token(Leg.DECODE, -1)],
+    ],
+)
+def test_a_token_that_is_out_of_its_legs_turn_fails_the_request(tokens: list[RequestEvent]) -> None:
+    _, commands = run(PLACED, TicketReceived(TICKET), *tokens)
     assert isinstance(commands[0], Fail)
     assert isinstance(commands[0].error, ProtocolError)
+
+
+def test_prefills_token_may_come_after_many_of_decode() -> None:
+    told = [PLACED, TicketReceived(TICKET), KvCommitted(), *(token(Leg.DECODE, index, 7 + index) for index in range(3))]
+    life, commands = run(*told, token(Leg.PREFILL, 0, 7))
+    assert (life.num_tokens, commands) == (3, [])
+    _, commands = run(*told, token(Leg.PREFILL, 0, 8))
+    assert isinstance(commands[0], Fail)
+    assert isinstance(commands[0].error, TokenMismatch)
 
 
 @pytest.mark.parametrize("last", [LegEnded(Leg.PREFILL), LegFailed(Leg.PREFILL, LOST)])
@@ -159,6 +239,15 @@ def test_the_client_may_leave_in_every_state() -> None:
         [PLACED, TicketReceived(TICKET), KvCommitted(), LegRefused(Leg.PREFILL)],
         [PLACED, TicketReceived(TICKET), KvCommitted(), KvCommitted()],
         [ClientLeft(), PLACED],
+        [PromptTaken()],
+        [PLACED, PromptTaken()],
+        [ON_ONE, TicketReceived(TICKET)],
+        [ON_ONE, PromptTaken(), PromptTaken()],
+        [ON_ONE, PromptTaken(), KvCommitted()],
+        [ON_ONE, PromptTaken(), LegRefused(Leg.DECODE)],
+        [ON_ONE, SequencePreempted(0)],
+        [PLACED, TicketReceived(TICKET), SequencePreempted(0)],
+        [PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), SequencePreempted(0)],
     ],
 )
 def test_an_event_that_fits_nowhere_raises_and_changes_nothing(events: list[RequestEvent]) -> None:
@@ -176,7 +265,7 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.life = RequestLife("r")
         self.open: set[Leg] = set()
-        self.delivered: list[int] = []
+        self.delivered: list[int] = []  # tokens, each at its index
         self.num_ends = 0
 
     def throw(self, event: RequestEvent) -> None:
@@ -191,17 +280,18 @@ class AnyOrder(RuleBasedStateMachine):
             assert commands == []
         for command in commands:
             match command:
-                case OpenDecode():
+                case OpenDecode() | OpenBoth():
                     assert not self.open
+                    assert isinstance(command, OpenBoth) == (self.life.prefill is None)
                     self.open.add(Leg.DECODE)
                 case OpenPrefill():
                     assert self.open == {Leg.DECODE}
                     self.open.add(Leg.PREFILL)
                 case CloseLeg(leg=leg):
                     self.open.remove(leg)
-                case Deliver(index=index):
+                case Deliver(index=index, token=value):
                     assert index == len(self.delivered)
-                    self.delivered.append(index)
+                    self.delivered.append(value)
                 case Fail():
                     assert self.life.state is RequestState.FAILED
                     self.num_ends += 1
@@ -209,7 +299,7 @@ class AnyOrder(RuleBasedStateMachine):
         if isinstance(event, LegEnded | LegFailed):
             self.open.discard(event.leg) if event.leg not in self.life.open_legs else None
 
-    @rule(event=st.sampled_from([PLACED, TicketReceived(TICKET), KvCommitted()]))
+    @rule(event=st.sampled_from([PLACED, ON_ONE, TicketReceived(TICKET), PromptTaken(), KvCommitted()]))
     def progress(self, event: RequestEvent) -> None:
         self.throw(event)
 
@@ -220,7 +310,20 @@ class AnyOrder(RuleBasedStateMachine):
         finish=st.sampled_from([None, None, None, FinishReason.STOP]),
     )
     def a_token(self, leg: Leg, ahead: int, value: int, finish: FinishReason | None) -> None:
-        self.throw(token(leg, max(0, len(self.life.tokens) + ahead), value, finish))
+        before = self.life
+        brought = before.num_of_decode if leg is Leg.DECODE else before.num_of_prefill
+        index = max(0, brought + ahead)
+        self.throw(token(leg, index, value, finish))
+        if self.life.is_over and not before.is_over and self.life.state is RequestState.FAILED:
+            is_out_of_turn = index != brought or (leg is Leg.PREFILL and brought > 0)
+            assert is_out_of_turn or value != self.delivered[index]
+
+    @rule(surplus=st.sampled_from([0, 0, 0, 1, -1]))
+    def a_preemption(self, surplus: int) -> None:
+        before = self.life
+        self.throw(SequencePreempted(before.num_of_decode + surplus))
+        assert self.life.is_over or self.life.state is before.state
+        assert surplus == 0 or self.life.num_preemptions == before.num_preemptions
 
     @rule(leg=st.sampled_from(Leg), is_failure=st.booleans())
     def a_leg_ends(self, leg: Leg, is_failure: bool) -> None:
@@ -236,7 +339,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not is_allowed or not self.delivered
 
     @precondition(lambda self: len(self.delivered) > 2)
-    @rule(event=st.sampled_from([ClientLeft(), TimeRanOut(Unavailable("too late"))]))
+    @rule(event=st.sampled_from([ClientLeft(), AnswerComplete(), TimeRanOut(Unavailable("too late"))]))
     def an_end_from_outside(self, event: RequestEvent) -> None:
         self.throw(event)
 
@@ -244,7 +347,7 @@ class AnyOrder(RuleBasedStateMachine):
     def the_machine_agrees_with_our_account(self) -> None:
         self.life.validate()
         assert set(self.life.open_legs) == self.open
-        assert len(self.life.tokens) == len(self.delivered)
+        assert self.life.num_tokens == len(self.delivered)
         assert self.num_ends <= 1
 
     def teardown(self) -> None:

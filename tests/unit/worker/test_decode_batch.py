@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,41 +11,77 @@ import pytest_asyncio
 from gate_engine import GateEngine
 
 from decode_worker.batch import DecodeBatch
+from decode_worker.roster import Roster
 from decode_worker.sequence import DecodeSequence
 from pd_core.errors import Cancelled, DeadlineExceeded, EngineError, KvrelayError
-from pd_core.messages import TokenMade
+from pd_core.ledger import BlockLedger
+from pd_core.messages import Preempted, TokenMade
 from pd_core.request import FinishReason, GenerateRequest, SamplingParams
-from pd_core.ticket import FirstToken
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
 from pd_worker.outbox import Outbox
+
+CHUNK_TOKENS = 32
 
 
 class Bench:
     """A batch whose engine the test holds in its hand."""
 
-    def __init__(self, max_batch: int = 4) -> None:
+    def __init__(self, max_batch: int = 4, num_blocks: int = 64) -> None:
         self.engine = GateEngine()
         self.thread = EngineThread(self.engine, "bench")
+        self.counters = Counters()
+        self.ledger = BlockLedger(num_blocks, "boot")
+        self.roster = Roster(self.ledger, max_batch, CHUNK_TOKENS, 200.0)
         self.left: list[DecodeSequence] = []
         self.left_inside_a_step = False
+        self.num_room_news = 0
         self.running: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._somebody_left = asyncio.Event()
-        self.batch = DecodeBatch(self.thread, Counters(), max_batch, self._on_left)
+        self._tables: dict[str, list[int]] = {}
+        self.batch = DecodeBatch(self.roster, self.thread, self.counters, on_left=self._on_left, on_room=self._on_room)
 
     def _on_left(self, sequence: DecodeSequence) -> None:
         self.left.append(sequence)
         inside = [step for step in self.engine.steps[-1:] if self.engine.is_inside.is_set()]
-        self.left_inside_a_step |= any(step.block_ids is sequence.table for steps in inside for step in steps)
+        table = self._tables[sequence.holder]
+        self.left_inside_a_step |= any(step.block_ids is table for steps in inside for step in steps)
         self._somebody_left.set()
 
+    def _on_room(self) -> None:
+        self.num_room_news += 1
+
+    def table(self, sequence: DecodeSequence) -> list[int]:
+        """Its first table; a preempted one gets another."""
+        return self._tables[sequence.holder]
+
     def join(self, name: str, max_tokens: int, *, max_items: int = 1024, stop: tuple[int, ...] = ()) -> DecodeSequence:
-        request = GenerateRequest(name, [1, 2, 3], max_tokens, SamplingParams(), list(stop))
-        sequence = DecodeSequence(request, 1, Outbox(max_items))
-        sequence.begin(FirstToken(5, 0), [len(name)])
+        """One whose KV has come over the wire, with the first token 5."""
+        sequence = self._sequence(name, [1, 2, 3], max_tokens, max_items, stop)
+        reservation = self.roster.try_reserve(sequence.holder, 3, 3 + max_tokens - 1)
+        assert reservation is not None
+        self.ledger.commit(reservation.epoch, sequence.holder)
+        self.roster.arrived(sequence.holder)
+        self._tables[sequence.holder] = self.roster.table(sequence.holder)
+        sequence.foreign = reservation.block_ids
+        sequence.take(5)
         self.batch.join(sequence)
         self.batch.sweep()
         return sequence
+
+    def join_prompt(self, name: str, num_prompt: int, max_tokens: int) -> DecodeSequence:
+        """One whose prompt is computed here."""
+        sequence = self._sequence(name, [4] * num_prompt, max_tokens, 1024, ())
+        assert self.roster.try_admit(sequence.holder, num_prompt, num_prompt + max_tokens - 1, 0.0)
+        self._tables[sequence.holder] = self.roster.table(sequence.holder)
+        self.batch.join(sequence)
+        return sequence
+
+    def _sequence(
+        self, name: str, tokens: list[int], max_tokens: int, max_items: int, stop: tuple[int, ...]
+    ) -> DecodeSequence:
+        request = GenerateRequest(name, tokens, max_tokens, SamplingParams(), list(stop))
+        return DecodeSequence(request, 1, Outbox(max_items))
 
     def end(self, sequence: DecodeSequence, error: KvrelayError) -> None:
         sequence.end(error)
@@ -166,7 +203,7 @@ async def test_a_sequence_that_fails_alone_too_ends_and_its_neighbours_miss_no_t
     bench.engine.gate.clear()
     first, bad, last = bench.join("a", 4), bench.join("bb", 4), bench.join("ccc", 4)
     await bench.engine.until_inside()
-    bench.engine.bad_tables = [bad.table]
+    bench.engine.bad_tables = [bench.table(bad)]
     bench.engine.gate.set()
     await bench.until_left(first, bad, last)
     with pytest.raises(EngineError, match="a bad row"):
@@ -181,12 +218,12 @@ async def test_who_is_cancelled_while_a_failed_step_is_taken_apart_is_not_run_ag
     bad, gone, last = bench.join("a", 4), bench.join("bb", 4), bench.join("ccc", 4)
     await bench.engine.until_inside()
     bench.end(gone, Cancelled("left"))
-    bench.engine.bad_tables = [bad.table]
+    bench.engine.bad_tables = [bench.table(bad)]
     bench.engine.gate.set()
     await bench.until_left(bad, gone, last)
     assert [[list(step.block_ids) for step in steps] for steps in bench.engine.steps[1:3]] == [
-        [bad.table],
-        [last.table],
+        [bench.table(bad)],
+        [bench.table(last)],
     ]
     assert len(await messages(last)) == 4
 
@@ -209,3 +246,146 @@ async def test_a_router_that_does_not_read_loses_its_own_stream_only(bench: Benc
     assert len(await messages(other)) == 50
     with pytest.raises(DeadlineExceeded, match="nobody reads"):
         await messages(deaf)
+
+
+# prompts computed here, and sequences that lose their blocks
+
+
+@contextlib.asynccontextmanager
+async def small_pool(num_blocks: int, max_batch: int = 4) -> AsyncIterator[Bench]:
+    bench = Bench(max_batch, num_blocks)
+    bench.thread.start()
+    running = asyncio.ensure_future(bench.batch.run())
+    try:
+        yield bench
+    finally:
+        bench.engine.gate.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await bench.thread.close(2.0)
+    assert not bench.left_inside_a_step
+    bench.roster.validate()
+    assert bench.ledger.counts().is_idle
+
+
+def shapes(bench: Bench) -> list[list[tuple[int, int, bool]]]:
+    """Of every step: start, number of tokens and whether a token is drawn, sequence by sequence."""
+    return [[(step.start, len(step.tokens), step.sample is not None) for step in steps] for steps in bench.engine.steps]
+
+
+async def test_chunks_of_a_prompt_go_along_with_the_steps_of_those_that_run(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    running = bench.join("runs", 4)
+    await bench.engine.until_inside()
+    prompt = bench.join_prompt("prompt", CHUNK_TOKENS + 3, 3)
+    bench.engine.gate.set()
+    await bench.until_left(running, prompt)
+    assert shapes(bench) == [
+        [(3, 1, True)],
+        [(4, 1, True), (0, CHUNK_TOKENS, False)],
+        [(5, 1, True), (CHUNK_TOKENS, 3, True)],
+        [(CHUNK_TOKENS + 3, 1, True)],
+        [(CHUNK_TOKENS + 4, 1, True)],
+    ]
+    assert [message.token for message in await messages(prompt)] == [7, 7, 7]
+    assert bench.counters.values()["local_prefill_tokens_total"] == CHUNK_TOKENS + 3
+    assert bench.num_room_news == 1, "one prompt less is being computed"
+
+
+async def test_a_committed_handoff_is_adopted_once_before_its_first_step(bench: Bench) -> None:
+    first, second = bench.join("a", 3), bench.join("b", 3)
+    prompt = bench.join_prompt("c", 5, 3)
+    await bench.until_left(first, second, prompt)
+    assert [sorted(block_ids) for block_ids in bench.engine.adopted] == [
+        sorted(bench.table(first)[:1] + bench.table(second)[:1])
+    ]
+    assert bench.engine.order[0] == "adopt"
+
+
+async def test_a_handoff_whose_step_failed_is_adopted_again_with_its_next(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    sequence, bad = bench.join("a", 3), bench.join("b", 3)
+    bench.engine.bad_tables = [bench.table(bad)]
+    await bench.engine.until_inside()
+    bench.engine.gate.set()
+    await bench.until_left(sequence, bad)
+    assert [len(block_ids) for block_ids in bench.engine.adopted] == [2, 1, 1]
+
+
+async def test_one_that_cannot_grow_takes_the_blocks_of_the_youngest_which_goes_on_later_with_the_next_token() -> None:
+    async with small_pool(num_blocks=8) as bench:
+        bench.engine.gate.clear()
+        old, young = bench.join_prompt("old", 30, 66), bench.join_prompt("young", 20, 60)
+        await bench.engine.until_inside()
+        bench.engine.gate.set()
+        await bench.until_left(old, young)
+        told = [message async for message in young.outbox]
+        number = next(place for place, message in enumerate(told) if isinstance(message, Preempted))
+        assert told[number] == Preempted(number)
+        assert 0 < number < 60
+        del told[number]
+        assert [message.index for message in told if isinstance(message, TokenMade)] == list(range(60))
+        assert [message.index for message in await messages(old)] == list(range(66))
+        totals = bench.counters.values()
+        assert totals["preemptions_total"] == 1
+        assert totals["local_prefill_tokens_total"] == 50
+        assert totals["recomputed_tokens_total"] == 20 + number - 1, "the last token's KV had not been made yet"
+        assert totals["decode_tokens_total"] == 126
+        chunks = [list(step.tokens) for steps in bench.engine.steps for step in steps if len(step.tokens) > 1]
+        assert chunks[:2] == [[4] * 20, [4] * 30] or chunks[:2] == [[4] * 30, [4] * 20]
+        assert [token for chunk in chunks[2:] for token in chunk] == [4] * 20 + [7] * number
+
+
+async def test_one_that_waits_for_blocks_leaves_at_once_and_inside_a_step() -> None:
+    async with small_pool(num_blocks=8) as bench:
+        old, young = bench.join_prompt("old", 30, 66), bench.join_prompt("young", 20, 60)
+        while not bench.roster.has_waiting:
+            await asyncio.sleep(0)
+        bench.engine.gate.clear()
+        await bench.engine.until_inside()
+        bench.end(young, Cancelled("left"))
+        assert bench.left == [young]
+        bench.engine.gate.set()
+        await bench.until_left(old)
+        assert len(await messages(old)) == 66
+
+
+@pytest.mark.parametrize("hears", [True, False])
+async def test_one_that_leaves_while_its_prompt_is_computed_keeps_its_blocks_until_the_engine_is_out(
+    bench: Bench, hears: bool
+) -> None:
+    bench.engine.gate.clear()
+    bench.engine.hears_cancelled = hears
+    prompt = bench.join_prompt("prompt", 3 * CHUNK_TOKENS, 3)
+    await bench.engine.until_inside()
+    bench.end(prompt, Cancelled("left"))
+    assert bench.left == []
+    if not hears:
+        await asyncio.sleep(0.01)
+        assert bench.left == []
+        bench.engine.gate.set()
+    await bench.until_left(prompt)
+    assert bench.engine.was_cancelled
+    assert bench.ledger.counts().is_idle
+
+
+async def test_a_prompt_that_fails_alone_too_ends_and_those_who_run_miss_no_token(bench: Bench) -> None:
+    bench.engine.gate.clear()
+    running = bench.join("runs", 4)
+    await bench.engine.until_inside()
+    bad = bench.join_prompt("bad", 3 * CHUNK_TOKENS, 3)
+    bench.engine.bad_tables = [bench.table(bad)]
+    bench.engine.gate.set()
+    await bench.until_left(running, bad)
+    with pytest.raises(EngineError, match="a bad row"):
+        await messages(bad)
+    assert len(await messages(running)) == 4
+
+
+async def test_a_preempted_one_whose_router_does_not_read_ends_and_is_not_computed_again() -> None:
+    async with small_pool(num_blocks=8) as bench:
+        old, young = bench.join_prompt("old", 30, 66), bench.join_prompt("young", 20, 60)
+        young.outbox._max_items = 0
+        await bench.until_left(old, young)
+        with pytest.raises(DeadlineExceeded):
+            await messages(young)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.policy import check_fits, next_batch, room_for
+from decode_worker.policy import check_fits
 from pd_core.errors import ContextLengthExceeded, TransferError
 from pd_core.layout import BLOCK_TOKENS, blocks_for
 from pd_core.ticket import Ticket, TicketRef
+from pd_worker.policy import chunk_end
 from pd_worker.verdict import LONGEST_QUIET_S, QUIET_AFTER_BREAK_S, QUIET_S, Arrival, answer_at_s
-from prefill_worker.policy import blocks_done, check_range, chunk_end, indices_done, next_prompt
+from prefill_worker.policy import blocks_done, check_range, indices_done
 from prefill_worker.policy import check_fits as check_prompt_fits
 
 PROMPTS = st.integers(1, 700)
@@ -22,15 +21,6 @@ CHUNKS = st.integers(1, 32).map(lambda blocks: blocks * BLOCK_TOKENS)
 
 def ticket(first_block: int, num_blocks: int) -> Ticket:
     return Ticket(TicketRef("t", "b", 1, 1), "r", first_block, list(range(num_blocks)), 3.0, "h", 1, [])
-
-
-@given(PROMPTS, st.integers(1, 300))
-def test_the_room_covers_every_position_that_is_written_and_no_block_more(num_prompt: int, max_tokens: int) -> None:
-    room = room_for(num_prompt, max_tokens)
-    last_written = num_prompt + max_tokens - 2  # the last token's KV is never written
-    assert room.num_blocks == last_written // BLOCK_TOKENS + 1
-    assert room.num_prompt_blocks == (num_prompt - 1) // BLOCK_TOKENS + 1
-    assert room.num_head_room_blocks >= 0
 
 
 @given(PROMPTS, st.integers(1, 700), st.integers(2, 800), st.integers(1, 60))
@@ -49,34 +39,6 @@ def test_what_fits_is_admitted_and_what_does_not_names_what_to_make_smaller(
     else:
         with pytest.raises(ContextLengthExceeded):
             check_fits(num_prompt, 1, context, num_blocks)
-
-
-@given(st.lists(st.integers()), st.integers(1, 20))
-def test_the_oldest_run_first_and_never_more_than_a_batch(running: list[int], max_batch: int) -> None:
-    batch = next_batch(running, max_batch)
-    assert batch == running[: len(batch)]
-    assert len(batch) == min(len(running), max_batch)
-
-
-@given(PROMPTS, CHUNKS)
-def test_chunks_tile_the_prompt_and_start_at_multiples_of_their_size(num_prompt: int, chunk_tokens: int) -> None:
-    start = 0
-    while start < num_prompt:
-        assert start % chunk_tokens == 0
-        end = chunk_end(start, num_prompt, chunk_tokens)
-        assert start < end <= min(start + chunk_tokens, num_prompt)
-        start = end
-    assert start == num_prompt
-
-
-@given(PROMPTS, CHUNKS, st.integers(0, 700))
-def test_a_prompt_taken_up_in_the_middle_meets_the_same_chunk_bounds(
-    num_prompt: int, chunk_tokens: int, start: int
-) -> None:
-    start = min(start, num_prompt - 1)
-    end = chunk_end(start, num_prompt, chunk_tokens)
-    assert start < end
-    assert end % chunk_tokens == 0 or end == num_prompt
 
 
 @given(PROMPTS, CHUNKS, st.data())
@@ -122,19 +84,6 @@ def test_a_prompt_needs_room_for_one_token_after_it() -> None:
     check_prompt_fits(32, 100, 2)
     with pytest.raises(ContextLengthExceeded):
         check_prompt_fits(33, 100, 2)
-
-
-@dataclass
-class _Prompt:
-    is_computed: bool = False
-    is_over: bool = False
-
-
-def test_the_first_come_prompt_that_is_neither_computed_nor_over_is_next() -> None:
-    third = _Prompt()
-    assert next_prompt([_Prompt(is_computed=True), _Prompt(is_over=True), third, _Prompt()]) is third
-    assert next_prompt([_Prompt(is_computed=True)]) is None
-    assert next_prompt([]) is None
 
 
 def test_blocks_that_are_all_known_to_be_wrong_are_answered_at_once() -> None:

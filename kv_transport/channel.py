@@ -1,4 +1,4 @@
-"""One destination of a TcpBlockSender: a queue of pushes, a thread that writes them, at most one connection.
+"""One destination of a ChannelSender: a queue of pushes, a thread that writes them, at most one connection.
 
 submit --> queue --> thread: connect when needed, write --> outcome
              withdraw: still queued: taken out; being written: the socket is shut down, the thread leaves
@@ -7,51 +7,56 @@ submit --> queue --> thread: connect when needed, write --> outcome
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
+from kv_transport.path_options import PathOptions
 from kv_transport.push_job import PushJob, PushOutcome, PushState
-from kv_transport.tcp import TcpOptions
-from kv_transport.tcp_frames import blocks_per_frame, encode_frame_start
-from kv_transport.tcp_sockets import is_closed_by_peer, send_all, size_buffers, tune
+from kv_transport.sockets import is_quiet, shut_down
 from pd_core.errors import KvrelayError, TransferError
-from pd_core.memory import BlockMemory
-from pd_rpc.address import format_address
 
-_log = logging.getLogger(__name__)
+
+class Wire(Protocol):
+    """How one path connects to one destination and writes there. Its methods belong to the channel's thread."""
+
+    @property
+    def address(self) -> str:
+        """For people."""
+        ...
+
+    def connect(self, adopt: Callable[[socket.socket], None]) -> None:
+        """Makes a connection that has proved itself, within its own deadline.
+
+        adopt: to be given every socket before anything is waited for on it; the last one is the connection
+        Raises KvrelayError or OSError.
+        """
+        ...
+
+    def write(self, sock: socket.socket, job: PushJob) -> None:
+        """Returns when the job's blocks may change again. Raises TransferError or OSError; the connection is over."""
+        ...
 
 
 class Channel:
-    """All pushes to one host and port. `run` is its thread; the other methods are called from the event loop.
+    """All pushes to one destination. `run` is its thread; the other methods are called from the event loop."""
 
-    authenticate: runs the handshake on a connected socket within so many seconds; raises KvrelayError or OSError
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        memory: BlockMemory,
-        options: TcpOptions,
-        authenticate: Callable[[socket.socket, float], object],
-    ) -> None:
-        self.address = format_address(host, port)
+    def __init__(self, wire: Wire, options: PathOptions) -> None:
         self.room = asyncio.Semaphore(options.max_queued_pushes)
-        self._host = host
-        self._port = port
-        self._memory = memory
+        self._wire = wire
         self._options = options
-        self._authenticate = authenticate
-        self._frame_blocks = blocks_per_frame(memory.block_bytes, options.max_frame_bytes)
         self._changed = threading.Condition()
         self._queue: deque[PushJob] = deque()
         self._sock: socket.socket | None = None
         self._is_connected = False
         self._is_retired = False
+
+    @property
+    def address(self) -> str:
+        return self._wire.address
 
     @property
     def is_retired(self) -> bool:
@@ -104,11 +109,11 @@ class Channel:
 
     def _is_ready(self) -> bool:
         """Has a live connection, or makes one. When that fails, nobody in the queue is left to wait for it again."""
-        if self._is_connected and self._sock is not None and not is_closed_by_peer(self._sock):
+        if self._is_connected and self._sock is not None and is_quiet(self._sock):
             return True
         self._disconnect()
         try:
-            self._connect()
+            self._wire.connect(self._adopt)
         except TransferError as error:
             failure = error
         except KvrelayError as error:
@@ -116,39 +121,20 @@ class Channel:
         except OSError as error:
             failure = TransferError(f"{self.address}: no KV connection: {error}")
         else:
+            self._is_connected = True
             return True
         self._disconnect()
         self._fail_queued(failure, was_reached=False)
         return False
 
-    def _connect(self) -> None:
-        """Tries what the name resolves to, in order, within one deadline. Raises KvrelayError or OSError."""
-        ends_s = time.monotonic() + self._options.handshake_s
-        failure: OSError = TimeoutError("no address")
-        for family, kind, protocol, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
-            sock = self._adopt(socket.socket(family, kind, protocol))
-            try:
-                size_buffers(sock, self._options)
-                sock.settimeout(_left_s(ends_s))
-                sock.connect(where)
-            except OSError as error:
-                failure = error
-                self._disconnect()
-                continue
-            tune(sock, self._options)
-            self._authenticate(sock, _left_s(ends_s))
-            sock.settimeout(None)
-            self._is_connected = True
-            return
-        raise failure
-
-    def _adopt(self, sock: socket.socket) -> socket.socket:
-        """From here on `stop` reaches the socket."""
+    def _adopt(self, sock: socket.socket) -> None:
+        """From here on `stop` reaches the socket; an earlier one is closed. Raises TransferError after `stop`."""
         with self._changed:
+            if self._sock is not None:
+                self._sock.close()
             self._sock = sock
             if self._is_retired:
                 raise TransferError(f"{self.address}: the KV sender is closed")
-        return sock
 
     def _write_next(self) -> None:
         with self._changed:
@@ -160,8 +146,10 @@ class Channel:
         started_s = time.monotonic()
         error: TransferError | None = TransferError(f"{self.address}: the push did not come to its end")
         try:
-            self._write(sock, job)
+            self._wire.write(sock, job)
             error = None
+        except TransferError as failure:
+            error = failure
         except OSError as broken:
             error = TransferError(f"{self.address}: the KV connection broke: {broken}")
         finally:
@@ -170,14 +158,6 @@ class Channel:
             if error is not None:
                 self._disconnect()
             job.finish(PushOutcome(time.monotonic() - started_s, error))
-
-    def _write(self, sock: socket.socket, job: PushJob) -> None:
-        for first in range(0, len(job.indices), self._frame_blocks):
-            part = slice(first, first + self._frame_blocks)
-            start = encode_frame_start(job.ref, job.indices[part], job.digests[part], self._memory.block_bytes)
-            send_all(sock, [memoryview(start), *map(self._memory.block, job.block_ids[part])])
-        if is_closed_by_peer(sock):
-            raise ConnectionError("closed by the receiver")
 
     def _fail_queued(self, error: TransferError, *, was_reached: bool) -> None:
         with self._changed:
@@ -194,16 +174,5 @@ class Channel:
                 self._sock = None
 
     def _shut_down(self) -> None:
-        if self._sock is None:
-            return
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            _log.debug("%s was shut down already: %s", self.address, error)
-
-
-def _left_s(ends_s: float) -> float:
-    left_s = ends_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    return left_s
+        if self._sock is not None:
+            shut_down(self._sock)
