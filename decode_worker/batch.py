@@ -24,7 +24,7 @@ class DecodeBatch:
 
     on_left: called once for each sequence that has joined, when it is over and has left the roster: no engine step
              uses its blocks, and they are free
-    on_room: called when fewer wait or compute their prompts than before, so that a new one may be let in
+    on_room: called when nobody waits for blocks any more, or fewer prompts are computed than before
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DecodeBatch:
         self._counters = counters
         self._on_left = on_left
         self._on_room = on_room
-        self._num_beginning = 0
+        self._beginning = (False, 0)  # whether somebody waits for blocks, and how many prompts are computed
         self._loop = asyncio.get_running_loop()
         self._sequences: dict[str, DecodeSequence] = {}
         self._stepping: frozenset[str] = frozenset()
@@ -91,8 +91,8 @@ class DecodeBatch:
             sequence = self._sequences[name]
             _log.info("preempted after %d tokens", sequence.num_made, extra=_extra(sequence))
             sequence.preempted()
-        num_before, self._num_beginning = self._num_beginning, self._roster.count(Phase.WAITING, Phase.COMPUTING)
-        if self._num_beginning < num_before:
+        before, self._beginning = self._beginning, (self._roster.has_waiting, self._roster.count(Phase.COMPUTING))
+        if self._beginning < before:
             self._on_room()
         return plan.parts
 

@@ -68,7 +68,7 @@ class DecodeWorker:
             shell.ledger, config.decode.max_batch, prompt_chunk_tokens(config), config.prefill.ageing_tokens_per_s
         )
         self._batch = DecodeBatch(
-            self._roster, shell.engine_thread, shell.counters, on_left=self._left, on_room=shell.room.freed
+            self._roster, shell.engine_thread, shell.counters, on_left=self._left, on_room=self._room_came
         )
         self._sequences: dict[str, DecodeSequence] = {}
         self._tasks = BackgroundTasks(shell.fail)
@@ -216,7 +216,7 @@ class DecodeWorker:
         sequence.take(first.token)
         self._batch.join(sequence)
         self._batch.sweep()
-        self._shell.room.freed()
+        self._room_came()
 
     def _failed(self, sequence: DecodeSequence, error: KvrelayError) -> None:
         """Its reserved blocks are in quarantine; nothing else was taken yet."""
@@ -249,9 +249,14 @@ class DecodeWorker:
             sequence.handoff.give_up(error)
         self._batch.sweep()
 
+    def _room_came(self) -> None:
+        """Blocks or places came free. While somebody waits for blocks they are no room for newcomers."""
+        if not self._roster.has_waiting:
+            self._shell.room.freed()
+
     def _forget(self, sequence: DecodeSequence) -> None:
         del self._sequences[sequence.holder]
         self._shell.requests.leave(sequence.holder)
-        self._shell.room.freed()
+        self._room_came()
         extra = log_extra(sequence.request, sequence.attempt) | {"num_made": sequence.num_made}
         _log.info("request over", extra=extra)
