@@ -160,9 +160,7 @@ def _native_plan(folder: ModelFolder, dtype: DType, cache_dir: Path, weights: We
     variants = library.variants(dtype)
     if not variants:
         raise NativeUnavailable(f"this processor runs none of the native kernels for {dtype}")
-    numerics = native_numerics.numerics_id(library, variants[0], dtype)
-    if weights != "dtype":
-        numerics += f"; {weights} weights"
+    numerics = native_numerics.numerics_id(library, variants[0], dtype, weights)
     fingerprint = _fingerprint(folder, numerics, spec.layout)
     return EnginePlan(
         folder, dtype, cache_dir, NATIVE, variants[0], CPU, weights, spec.layout, fingerprint, library, None

@@ -41,7 +41,7 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _VARIANT_FLAGS = {
     "variant_avx2": _AVX2,
     "variant_avx512": _AVX512,
-    "variant_avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "variant_avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi"),
 }
 
 

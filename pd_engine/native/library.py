@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 
 from pd_core.errors import Cancelled, EngineError
 from pd_core.layout import DType
+from pd_engine.native.spec import WeightForm
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ERROR_BYTES = 512
 DTYPE_NUMBERS: dict[DType, int] = {"float32": 0, "bfloat16": 1}
+
+WEIGHTS_NUMBERS: dict[WeightForm, int] = {"dtype": 0, "int8": 1}
 
 _OK, _CANCELLED = 0, 1
 
@@ -30,6 +33,7 @@ class Spec(ctypes.Structure):
         ("vocab_size", c_int32),
         ("context_tokens", c_int32),
         ("dtype", c_int32),
+        ("weights", c_int32),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
     ]
@@ -62,7 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "kvn_variant_runs_here": (c_int32, [c_char_p]),
     "kvn_create": (c_int32, [POINTER(Spec), c_char_p, c_int32, POINTER(c_void_p), *_ERROR]),
     "kvn_destroy": (None, [c_void_p]),
-    "kvn_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_int64, c_int64, *_ERROR]),
+    "kvn_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_int64, *_ERROR]),
     "kvn_set_bias": (c_int32, [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_int64, *_ERROR]),
     "kvn_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64, *_ERROR]),
     "kvn_set_tables": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, *_ERROR]),
@@ -109,9 +113,17 @@ class Library:
         self._library.kvn_destroy(handle)
 
     def set_matrix(
-        self, handle: int, matrix: int, layer: int, first_row: int, address: int, rows: int, cols: int
+        self,
+        handle: int,
+        matrix: int,
+        layer: int,
+        first_row: int,
+        address: int,
+        scales: int | None,
+        shape: tuple[int, int],
     ) -> None:
-        self._call("kvn_set_matrix", handle, matrix, layer, first_row, address, rows, cols)
+        """scales: address of one a row for 8-bit weights, else None"""
+        self._call("kvn_set_matrix", handle, matrix, layer, first_row, address, scales, *shape)
 
     def set_bias(self, handle: int, matrix: int, layer: int, first_row: int, address: int, rows: int) -> None:
         self._call("kvn_set_bias", handle, matrix, layer, first_row, address, rows)

@@ -16,7 +16,7 @@ from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled, EngineError
 from pd_core.layout import DType
 from pd_core.memory import BlockMemory
-from pd_engine.native.library import DTYPE_NUMBERS, Library, ShouldStop, Spec, Step
+from pd_engine.native.library import DTYPE_NUMBERS, WEIGHTS_NUMBERS, Library, ShouldStop, Spec, Step
 from pd_engine.native.spec import NativeSpec
 from pd_engine.native.weights import WeightLoader
 
@@ -254,6 +254,7 @@ def _c_spec(spec: NativeSpec) -> Spec:
         vocab_size=spec.vocab_size,
         context_tokens=spec.context_tokens,
         dtype=DTYPE_NUMBERS[spec.dtype],
+        weights=WEIGHTS_NUMBERS[spec.weights],
         rms_norm_eps=spec.rms_norm_eps,
         attention_scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
     )

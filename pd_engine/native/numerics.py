@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pd_core.layout import DType
 from pd_engine.native.library import Library
 from pd_engine.native.model import NativeModel
-from pd_engine.native.spec import LAYOUT_NAME, NativeSpec
+from pd_engine.native.quantise import QUANTISER_VERSION
+from pd_engine.native.spec import LAYOUT_NAME, NativeSpec, WeightForm
 from pd_engine.native.weights import Array
 from pd_engine.scratch import ScratchMemory
 
@@ -29,19 +30,20 @@ _PROBE_TOKENS = 600  # two splits
 _PROBE_BLOCKS = 38
 
 
-def numerics_id(library: Library, variant: str, dtype: DType) -> str:
+def numerics_id(library: Library, variant: str, dtype: DType, weights: WeightForm = "dtype") -> str:
     """One line for people and for comparison. Runs the probe: some milliseconds."""
+    stored = dtype if weights == "dtype" else f"{dtype} with {weights} weights {QUANTISER_VERSION}"
     return "; ".join(
         (
             f"native kernels {KERNELS_VERSION} {variant}",
             f"{TILE_KEYS} keys a tile, {SPLIT_KEYS} a split",
-            f"{dtype}, KV {LAYOUT_NAME}",
-            f"probe {probe(library, variant, dtype)}",
+            f"{stored}, KV {LAYOUT_NAME}",
+            f"probe {probe(library, variant, dtype, weights)}",
         )
     )
 
 
-def probe(library: Library, variant: str, dtype: DType) -> str:
+def probe(library: Library, variant: str, dtype: DType, weights: WeightForm = "dtype") -> str:
     """Digest (hex) of the logits and KV of a small model with fixed weights, some of them tiny."""
     spec = NativeSpec(
         num_layers=2,
@@ -55,6 +57,7 @@ def probe(library: Library, variant: str, dtype: DType) -> str:
         dtype=dtype,
         rms_norm_eps=1e-5,
         tied_embeddings=True,
+        weights=weights,
     )
     half = np.arange(_PROBE_TOKENS * spec.head_dim // 2, dtype=np.float32).reshape(_PROBE_TOKENS, -1)
     rotary = (_uneven(half % 97), _uneven(half % 89))

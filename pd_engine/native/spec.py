@@ -9,9 +9,6 @@ from pd_core.layout import BlockLayout, DType
 
 WeightForm: TypeAlias = Literal["dtype", "int8"]
 
-WEIGHT_FORMS: tuple[WeightForm, ...] = ("dtype",)
-"""The forms that the kernels have."""
-
 LAYOUT_NAME = "stepwise"
 """In steps of 64 bytes: K `[head_dim / pack][16 tokens][pack]`, V `[16 tokens / pack][head_dim][pack]`; pack is 1 in
 float32 and 2 in bfloat16."""
@@ -51,8 +48,6 @@ class NativeSpec:
         """None when the kernels can run this model, else a sentence that names the size that is in the way."""
         if self.dtype not in ("float32", "bfloat16"):
             return f"native kernels run in float32 and bfloat16, not in {self.dtype}"
-        if self.weights not in WEIGHT_FORMS:
-            return f"native kernels have no {self.weights} weights; they have: {', '.join(WEIGHT_FORMS)}"
         for name in ("hidden_size", "intermediate_size", "head_dim"):
             if getattr(self, name) % LANES:
                 return f"native kernels need a {name} that is a multiple of {LANES}; it is {getattr(self, name)}"

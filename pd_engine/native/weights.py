@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pd_core.errors import ModelError
 from pd_core.layout import DType
 from pd_engine.native.library import Library
+from pd_engine.native.quantise import quantise_rows
 from pd_engine.native.spec import NativeSpec
 
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
@@ -54,7 +55,7 @@ class WeightLoader:
         shape = (self._spec.vocab_size, self._spec.hidden_size)
         embedding = self._array("model.embed_tokens.weight", self._spec.dtype, shape)
         if self._spec.tied_embeddings:
-            self._library.set_matrix(self._handle, HEAD, 0, 0, embedding.ctypes.data, *shape)
+            self._packed(HEAD, 0, 0, embedding, "model.embed_tokens.weight")
         else:
             self._matrix(HEAD, 0, 0, "lm_head", *shape)
         return embedding
@@ -79,10 +80,20 @@ class WeightLoader:
 
     def _matrix(self, matrix: int, layer: int, first_row: int, name: str, rows: int, cols: int) -> None:
         array = self._array(f"{name}.weight", self._spec.dtype, (rows, cols))
-        self._library.set_matrix(self._handle, matrix, layer, first_row, array.ctypes.data, rows, cols)
+        self._packed(matrix, layer, first_row, array, f"{name}.weight")
         if f"{name}.bias" in self._tensors:
             bias = self._array(f"{name}.bias", "float32", (rows,))
             self._library.set_bias(self._handle, matrix, layer, first_row, bias.ctypes.data, rows)
+
+    def _packed(self, matrix: int, layer: int, first_row: int, array: Array, name: str) -> None:
+        """Hands over a matrix of the dtype, in 8 bits where the model keeps its weights so."""
+        if self._spec.weights == "int8":
+            quantised = quantise_rows(array, name)
+            numbers, scales = quantised.numbers, quantised.scales.ctypes.data
+        else:
+            numbers, scales = array, None
+        address = numbers.ctypes.data
+        self._library.set_matrix(self._handle, matrix, layer, first_row, address, scales, numbers.shape)
 
     def _vector(self, vector: int, layer: int, name: str, size: int) -> None:
         array = self._array(name, "float32", (size,))

@@ -67,9 +67,9 @@ int32_t kvn_create(const KvnSpec* spec, const char* variant, int32_t num_threads
 void kvn_destroy(KvnModel* model) { delete model; }
 
 int32_t kvn_set_matrix(KvnModel* model, int32_t matrix, int32_t layer, int64_t first_row, const void* data,
-                       int64_t rows, int64_t cols, char* error, size_t error_size) {
+                       const float* scales, int64_t rows, int64_t cols, char* error, size_t error_size) {
   return guarded(error, error_size, [&]() -> int32_t {
-    model->decoder.model.set_matrix(matrix, layer, first_row, data, rows, cols);
+    model->decoder.model.set_matrix(matrix, layer, first_row, data, scales, rows, cols);
     return KVN_OK;
   });
 }

@@ -13,11 +13,15 @@
 extern "C" {
 
 // Raised whenever a struct or a function below changes; Python refuses a library of another version.
-enum { KVN_ABI_VERSION = 1 };
+enum { KVN_ABI_VERSION = 2 };
 
 enum KvnStatus { KVN_OK = 0, KVN_CANCELLED = 1, KVN_INVALID = 2, KVN_FAILED = 3 };
 
 enum KvnDType { KVN_FLOAT32 = 0, KVN_BFLOAT16 = 1 };
+
+// What matrices are kept in. KVN_INT8: whole numbers from -127 to 127 and a scale for each row; activations, embedding
+// and KV stay in the dtype.
+enum KvnWeights { KVN_IN_DTYPE = 0, KVN_INT8 = 1 };
 
 // Matrices of a layer, each [out, in]; the head belongs to no layer.
 enum KvnMatrix {
@@ -46,7 +50,8 @@ struct KvnSpec {
   int32_t head_dim;
   int32_t vocab_size;
   int32_t context_tokens;
-  int32_t dtype;  // KvnDType of matrices, embedding and KV
+  int32_t dtype;    // KvnDType of matrices, embedding and KV
+  int32_t weights;  // KvnWeights of the matrices
   float rms_norm_eps;
   float attention_scale;
 };
@@ -87,9 +92,10 @@ KVN_API int32_t kvn_create(const KvnSpec* spec, const char* variant, int32_t num
                            size_t error_size);
 KVN_API void kvn_destroy(KvnModel* model);
 
-// Packs `rows` rows of a matrix, from row `first_row` on; `data` is [rows, cols] in the model's dtype, copied.
+// Packs `rows` rows of a matrix, from row `first_row` on; copied.
+// data: [rows, cols] in the model's dtype and `scales` null; or, with KVN_INT8, int8_t [rows, cols] and `scales` [rows]
 KVN_API int32_t kvn_set_matrix(KvnModel* model, int32_t matrix, int32_t layer, int64_t first_row, const void* data,
-                               int64_t rows, int64_t cols, char* error, size_t error_size);
+                               const float* scales, int64_t rows, int64_t cols, char* error, size_t error_size);
 // Optional bias of rows first_row .. first_row + rows - 1 of a matrix; copied.
 KVN_API int32_t kvn_set_bias(KvnModel* model, int32_t matrix, int32_t layer, int64_t first_row, const float* data,
                              int64_t rows, char* error, size_t error_size);

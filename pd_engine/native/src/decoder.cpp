@@ -43,7 +43,9 @@ class StopQuestion {
 Decoder::Decoder(const KvnSpec& spec, const KernelSet& kernels, int num_threads)
     : model(spec, kernels),
       threads_(num_threads),
-      attention_(kernels, threads_, spec.num_heads / spec.num_kv_heads, spec.head_dim) {}
+      attention_(kernels, threads_, spec.num_heads / spec.num_kv_heads, spec.head_dim),
+      panel_room_(model.most_depth() * kPanelOutputs * static_cast<int64_t>(sizeof(float))),
+      panels_(static_cast<size_t>(panel_room_) * num_threads) {}
 
 bool Decoder::forward(const KvnStep& step) {
   const std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
@@ -180,6 +182,7 @@ void Decoder::multiply(const void* x, const PackedMatrix& weights, Epilogue epil
   LinearCall call{};
   call.x = x;
   call.panels = weights.panels;
+  call.scales = weights.scales;
   call.bias = weights.has_bias ? weights.bias : nullptr;
   call.out = out;
   call.rows = rows;
@@ -190,10 +193,10 @@ void Decoder::multiply(const void* x, const PackedMatrix& weights, Epilogue epil
   const int64_t panels_an_item = std::max<int64_t>(1, num_panels / (kPanelShares * threads_.num_threads()));
   const int64_t num_shares = ceil_div(num_panels, panels_an_item);
   // row blocks outermost: a thread keeps its rows near and walks the panels, which all threads read
-  threads_.run(num_row_blocks * num_shares, Sharing::kContiguous, [&](int64_t item, int) {
+  threads_.run(num_row_blocks * num_shares, Sharing::kContiguous, [&](int64_t item, int thread) {
     const int64_t row = item / num_shares * kRowBlock, row_end = std::min(rows, row + kRowBlock);
     const int64_t panel = item % num_shares * panels_an_item, panel_end = std::min(num_panels, panel + panels_an_item);
-    model.kernels.linear(call, row, row_end, panel, panel_end);
+    model.kernels.linear(call, row, row_end, panel, panel_end, panels_.data() + thread * panel_room_);
   });
 }
 

@@ -47,6 +47,8 @@ class Decoder {
 
   ThreadPool threads_;
   Attention attention_;
+  const int64_t panel_room_;  // bytes of each thread's part of panels_
+  HugeMemory panels_;
   StepPlan plan_;
   HugeMemory memory_;
   int64_t room_rows_ = 0;

@@ -17,14 +17,16 @@ constexpr int kMaxItemQueries = 256;  // rows times heads in one attention item
 
 enum class Epilogue { kStore, kAdd, kSiluMultiply };
 
-// out = x * panels^T (+ bias); x: [rows, depth] activations
+// out = x * panels^T (* scales) (+ bias); x: [rows, depth] activations
 //   kStore:        out float  [rows, outputs] = result
 //   kAdd:          out float  [rows, outputs] += result
 //   kSiluMultiply: out activations [rows, outputs / 2] = silu(first 16 of a panel) * (last 16 of it)
-// panels: [outputs / 32, rounded up][depth / pack][32][pack], zero behind the last output; bias: [outputs, rounded up]
+// panels: [outputs / 32, rounded up][depth / pack][32][pack], zero behind the last output; or, of 8-bit weights, as
+//         `pack_int8` makes them. scales, bias: [outputs, rounded up]
 struct LinearCall {
   const void* x;
   const char* panels;
+  const float* scales;  // of 8-bit weights; null: the panels are in the model's dtype
   const float* bias;  // or null
   void* out;
   int64_t rows;
@@ -82,7 +84,7 @@ struct AttentionItem {
 constexpr int kStateHighest = 0;
 constexpr int kStateSums = 16;
 constexpr int kStateValues = 32;
-constexpr int64_t state_floats(int head_dim) { return kStateValues + head_dim; }
+static constexpr int64_t state_floats(int head_dim) { return kStateValues + head_dim; }
 
 struct KernelSet {
   const char* variant;
@@ -90,7 +92,12 @@ struct KernelSet {
   int act_bytes;
   int pack;
 
-  void (*linear)(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+
+  // scratch: room for one panel in float32, [depth, 32]
+  void (*linear)(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end,
+                 char* scratch);
+  // Writes one output's 8-bit weights, -127 .. 127, to their places in a panel.
+  void (*pack_int8)(const int8_t* row, int64_t depth, int output_in_panel, char* panel);
   // out[r] = x[r] / rms(x[r]) * weight, as activations; x float [rows, size]
   void (*rms_norm)(const float* x, const float* weight, void* out, int64_t rows, int64_t size, float eps);
   void (*embed)(const void* stored, float* out, int64_t size);

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 namespace kvn {
 
 namespace {
@@ -23,6 +25,8 @@ void check_spec(const KvnSpec& spec) {
   constexpr int32_t kMost = 1 << 24;
   const bool known_dtype = spec.dtype == KVN_FLOAT32 || spec.dtype == KVN_BFLOAT16;
   require(known_dtype, "dtype " + std::to_string(spec.dtype) + " is unknown");
+  const bool known_weights = spec.weights == KVN_IN_DTYPE || spec.weights == KVN_INT8;
+  require(known_weights, "weights " + std::to_string(spec.weights) + " are unknown");
   require_multiple("num_layers", spec.num_layers, 1, 4096);
   require_multiple("hidden_size", spec.hidden_size, kLanes, kMost);
   require_multiple("intermediate_size", spec.intermediate_size, kLanes, kMost);
@@ -46,11 +50,10 @@ int64_t packed_row(const PackedMatrix& matrix, bool interleaved, int64_t row) {
 }
 
 template <class T>
-void pack_row(const T* row, int64_t depth, int pack, int64_t place, char* panels) {
-  const int64_t whole_panels = place / kPanelOutputs, in_panel = place % kPanelOutputs;
-  T* panel = reinterpret_cast<T*>(panels) + whole_panels * kPanelOutputs * depth + in_panel * pack;
+void pack_steps(const T* row, int64_t depth, int pack, int in_panel, char* panel) {
+  T* to = reinterpret_cast<T*>(panel) + in_panel * pack;
   for (int64_t step = 0; step < depth / pack; ++step) {
-    memcpy(panel + step * kPanelOutputs * pack, row + step * pack, pack * sizeof(T));
+    memcpy(to + step * kPanelOutputs * pack, row + step * pack, pack * sizeof(T));
   }
 }
 
@@ -77,7 +80,8 @@ void Model::for_each_piece(const Visit& visit) {
     packed.outputs = outputs;
     packed.depth = depth;
     packed.rows_set.resize(outputs);
-    visit(packed.panels, packed.num_panels() * kPanelOutputs * depth * stored_bytes());
+    visit(packed.panels, packed.num_panels() * kPanelOutputs * depth * weight_bytes());
+    if (int8_weights()) visit(packed.scales, packed.num_panels() * kPanelOutputs);
     visit(packed.bias, packed.num_panels() * kPanelOutputs);
   };
   for (Layer& layer : layers) {
@@ -92,6 +96,10 @@ void Model::for_each_piece(const Visit& visit) {
   }
   visit(final_norm, spec.hidden_size);
   matrix(head, spec.vocab_size, spec.hidden_size);
+}
+
+int64_t Model::most_depth() const {
+  return std::max({int64_t{spec.hidden_size}, int64_t{spec.intermediate_size}, heads_size()});
 }
 
 int64_t Model::layer_bytes() const {
@@ -114,20 +122,32 @@ PackedMatrix& Model::matrix_at(int32_t matrix, int32_t layer) {
   }
 }
 
-void Model::set_matrix(int32_t matrix, int32_t layer, int64_t first_row, const void* data, int64_t rows, int64_t cols) {
+void Model::set_matrix(int32_t matrix, int32_t layer, int64_t first_row, const void* data, const float* scales,
+                       int64_t rows, int64_t cols) {
   PackedMatrix& packed = matrix_at(matrix, layer);
   require(data != nullptr && cols == packed.depth && first_row >= 0 && rows >= 1 && rows <= packed.outputs - first_row,
           std::string(kMatrixNames[matrix]) + " is [" + std::to_string(packed.outputs) + ", " +
               std::to_string(packed.depth) + "]; rows " + std::to_string(first_row) + " to " +
               std::to_string(first_row + rows) + " of " + std::to_string(cols) + " columns do not fit");
+  require((scales != nullptr) == int8_weights(),
+          std::string(kMatrixNames[matrix]) + (int8_weights() ? " has no scales" : " has scales and is not of 8 bits"));
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t place = packed_row(packed, matrix == KVN_GATE_UP, first_row + i);
-    if (stored_bytes() == 2) {
-      pack_row(static_cast<const uint16_t*>(data) + i * cols, cols, kernels.pack, place, packed.panels);
-    } else {
-      pack_row(static_cast<const float*>(data) + i * cols, cols, kernels.pack, place, packed.panels);
-    }
+    pack_row(static_cast<const char*>(data) + i * cols * weight_bytes(), packed, place);
+    if (scales != nullptr) packed.scales[place] = scales[i];
     packed.rows_set[first_row + i] = true;
+  }
+}
+
+void Model::pack_row(const void* row, PackedMatrix& packed, int64_t place) {
+  const int in_panel = static_cast<int>(place % kPanelOutputs);
+  char* panel = packed.panels + place / kPanelOutputs * kPanelOutputs * packed.depth * weight_bytes();
+  if (int8_weights()) {
+    kernels.pack_int8(static_cast<const int8_t*>(row), packed.depth, in_panel, panel);
+  } else if (spec.dtype == KVN_BFLOAT16) {
+    pack_steps(static_cast<const uint16_t*>(row), packed.depth, kernels.pack, in_panel, panel);
+  } else {
+    pack_steps(static_cast<const float*>(row), packed.depth, kernels.pack, in_panel, panel);
   }
 }
 

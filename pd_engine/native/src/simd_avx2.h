@@ -38,6 +38,11 @@ inline __m256 widen_eight(const uint16_t* p) {
 }
 inline Vec load_bf16(const uint16_t* p) { return {widen_eight(p), widen_eight(p + 8)}; }
 
+inline __m256 eight_whole(const char* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec load_whole(const char* p) { return {eight_whole(p), eight_whole(p + 8)}; }
+
 inline void load_pairs(const void* p, Vec& even, Vec& odd) {
   const __m256i* pairs = static_cast<const __m256i*>(p);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));

@@ -26,6 +26,11 @@ inline Vec load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
+// 16 integers of 8 bits.
+inline Vec load_whole(const char* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
 // 16 pairs of bfloat16, taken apart.
 inline void load_pairs(const void* p, Vec& even, Vec& odd) {
   const __m512i pairs = _mm512_loadu_si512(p);

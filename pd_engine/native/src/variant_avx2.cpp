@@ -2,7 +2,9 @@
 #define KVN_SIMD "simd_avx2.h"
 
 namespace {
-constexpr int kLinearRows = 3;     // 12 sums, and what is left of 16 registers
+constexpr int kLinearRows = 3;  // 12 sums, and what is left of 16 registers
+constexpr int kWidenTiles = 6;  // widening costs registers: so many tiles make up for writing a panel in float32 first
+constexpr int kStreamingRows = 2;
 constexpr int kAttentionRows = 3;
 constexpr int kScoreBlocks = 2;
 constexpr int kValueColumns = 2;

@@ -3,6 +3,8 @@
 
 namespace {
 constexpr int kLinearRows = 12;
+constexpr int kWidenTiles = 0;  // never: widening a step hides behind the products of 12 rows
+constexpr int kStreamingRows = 2;
 constexpr int kAttentionRows = 6;
 constexpr int kScoreBlocks = 4;
 constexpr int kValueColumns = 4;

@@ -2,7 +2,9 @@
 #define KVN_SIMD "simd_avx512.h"
 
 namespace {
-constexpr int kLinearRows = 12;    // 24 sums, 2 weights and an input in 32 registers
+constexpr int kLinearRows = 12;  // 24 sums, 2 weights and an input in 32 registers
+constexpr int kWidenTiles = 0;
+constexpr int kStreamingRows = 5;
 constexpr int kAttentionRows = 6;  // 24 scores, or 24 columns of values
 constexpr int kScoreBlocks = 4;
 constexpr int kValueColumns = 4;

@@ -17,7 +17,6 @@ from pd_engine.device import CPU, find_device
 from pd_engine.engine import ModelEngine
 from pd_engine.invariance import InvarianceProof
 from pd_engine.loader import EnginePlan, load_engine, native_spec, plan_engine, promised
-from pd_engine.native.build import NativeUnavailable
 from pd_engine.scratch import ScratchMemory
 from pd_model.folder import ModelFolder, default_cache_dir, open_model
 
@@ -67,14 +66,8 @@ def test_what_cannot_be_had_together_is_refused_by_name(
         parse_config({"model": {"kernels": kernel, "device": device, "weights": weights}})
 
 
-def test_int8_weights_are_asked_of_the_kernels_and_shown_in_the_numerics_or_openly_refused(
-    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_weights_are_asked_of_the_kernels_and_shown_in_the_numerics(folder: ModelFolder) -> None:
     cache_dir = default_cache_dir()
-    monkeypatch.setattr("pd_engine.native.spec.WEIGHT_FORMS", ("dtype",))
-    with pytest.raises(NativeUnavailable, match="no int8 weights; they have: dtype"):
-        plan_engine(folder, "bfloat16", cache_dir, weights="int8")
-    monkeypatch.setattr("pd_engine.native.spec.WEIGHT_FORMS", ("dtype", "int8"))
     plain, small = (plan_engine(folder, "bfloat16", cache_dir, weights=form) for form in ("dtype", "int8"))
     assert (plain.weights, small.weights) == ("dtype", "int8")
     assert "int8" in small.fingerprint.numerics

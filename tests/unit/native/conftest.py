@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 import pytest
+import torch
 
 from pd_core.layout import DType
 from pd_engine.native.build import build
@@ -13,6 +15,15 @@ from pd_engine.native.library import Library
 @pytest.fixture(scope="session")
 def library() -> Library:
     return Library(build(Path(platformdirs.user_cache_dir("kvrelay"))))
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The references are too small to be shared out: torch's threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
