@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import platformdirs
 
 from cluster.config_file import load_config
 from pd_core.errors import ConfigError, KvrelayError
@@ -108,8 +107,9 @@ def make_lab(config: Config, num_rounds: int, prototype: Path | None) -> Lab:
     from cluster.machine import read_machine  # noqa: PLC0415
     from load_tests.lab import Lab  # noqa: PLC0415
     from load_tests.model_facts import read_shape, read_vocab_size  # noqa: PLC0415
+    from pd_model.folder import default_cache_dir  # noqa: PLC0415
 
-    cache_dir = platformdirs.user_cache_path("kvrelay")
+    cache_dir = default_cache_dir()
     return Lab(
         config=config,
         num_rounds=num_rounds,

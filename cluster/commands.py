@@ -70,6 +70,7 @@ def up(
 ) -> None:
     """Start a cluster on this machine and run it until Ctrl-C."""
     from cluster.preflight import check_all  # noqa: PLC0415
+    from pd_model.folder import default_cache_dir  # noqa: PLC0415
 
     flags = {
         "router.host": host,
@@ -83,7 +84,7 @@ def up(
     }
     try:
         config = load_config(config_file, flags)
-        state_dir, cache_dir = make_state_dir(), platformdirs.user_cache_path("kvrelay")
+        state_dir, cache_dir = make_state_dir(), default_cache_dir()
         check_all(config, state_dir)
         _run(config, state_dir, cache_dir, as_json)
     except KvrelayError as error:

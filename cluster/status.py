@@ -7,6 +7,8 @@ tokens/s: 41.5 generated, 310.0 prompt, over the last 10 s
 worker     pid    health  running  waiting  blocks
 prefill-0  60211  ready         1        0  [###.................]  held 150, free 874 of 1024
 decode-0   60212  ready         2        0  [##=.................]  held 70, reserved 40, free 914 of 1024
+
+KV from prefill-0 to decode-0: shm
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Worker(msgspec.Struct, frozen=True):
     """One worker of the map. What the router has not heard yet is None.
 
     blocks: by state, and "total"
+    kv_paths: how its KV goes to others, by their names
     """
 
     name: str
@@ -43,6 +46,7 @@ class Worker(msgspec.Struct, frozen=True):
     num_running: int | None = None
     num_waiting: int | None = None
     blocks: dict[str, int] | None = None
+    kv_paths: dict[str, str] = {}
 
 
 class Throughput(msgspec.Struct, frozen=True):
@@ -105,7 +109,7 @@ def render(url: str, status: ClusterStatus) -> str:
             f"tokens/s: {rate.generated_tokens_per_s:.1f} generated, {rate.prompt_tokens_per_s:.1f} prompt, "
             f"over the last {rate.window_s:g} s"
         )
-    return "\n".join([*lines, "", *_table(status.workers)]) + "\n"
+    return "\n".join([*lines, "", *_table(status.workers), *_kv_paths(status.workers)]) + "\n"
 
 
 def bar(blocks: dict[str, int], num_cells: int = BAR_CELLS) -> str:
@@ -132,6 +136,13 @@ def _table(workers: Sequence[Worker]) -> list[str]:
     known = [column for column in range(len(heads)) if any(row[column] for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in known}
     return ["  ".join(_cell(row[c], widths[c], heads[c]) for c in known).rstrip() for row in rows]
+
+
+def _kv_paths(workers: Sequence[Worker]) -> list[str]:
+    paths = [
+        f"KV from {one.name} to {other}: {path}" for one in workers for other, path in sorted(one.kv_paths.items())
+    ]
+    return ["", *paths] if paths else []
 
 
 def _cell(text: str, width: int, head: str) -> str:

@@ -75,6 +75,7 @@ class DecodeBatch:
             self._news.clear()
             parts = self._plan()
             if not parts:
+                self.sweep()  # who was preempted may have ended by it, because its router reads too slowly
                 await self._news.wait()
                 continue
             self._stepping = frozenset(part.name for part in parts)
@@ -111,6 +112,7 @@ class DecodeBatch:
         match outcome:
             case PartDone(token=token, ended_s=ended_s):
                 sequence.foreign = []
+                sequence.chunk_done(part, outcome)
                 self._count(self._roster.computed(part, ended_s))
                 if part.draws and not sequence.is_over:
                     self._drew(sequence, token)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import msgspec
 
 from pd_core.errors import ProtocolError, TransferError
-from pd_core.messages import AbandonPrefill, FinishPrefill, HandoffVerdict, LeaseHeld, RenewLease
+from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, LeaseHeld, RenewLease
 from pd_core.request import GenerateRequest
 from pd_core.ticket import FirstToken
 from pd_rpc.server import CallContext, Handler
@@ -30,6 +30,7 @@ class HandoffCalls:
         return {
             RenewLease: self._renew_lease,
             FinishPrefill: self._finish_prefill,
+            AllSent: self._all_sent,
             AbandonPrefill: self._abandon_prefill,
         }
 
@@ -41,6 +42,10 @@ class HandoffCalls:
         handoff = self._handoffs.find(body.ref)
         self._check_first_token(handoff, body.first_token)
         yield HandoffVerdict(await handoff.finish(body.first_token))
+
+    async def _all_sent(self, body: AllSent, _: CallContext) -> AsyncIterator[LeaseHeld]:
+        self._handoffs.find(body.ref).all_sent()
+        yield LeaseHeld()
 
     async def _abandon_prefill(self, body: AbandonPrefill, _: CallContext) -> AsyncIterator[LeaseHeld]:
         self._handoffs.find(body.ref).give_up(TransferError(f"the prefill worker gave up: {body.reason}"))

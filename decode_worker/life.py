@@ -28,7 +28,7 @@ from typing import TypeAlias
 import msgspec
 
 from pd_core.errors import InvalidTransition
-from pd_core.layout import blocks_for
+from pd_core.layout import blocks_for, growth_room
 
 
 class Phase(enum.Enum):
@@ -113,10 +113,10 @@ class SequenceLife(msgspec.Struct, frozen=True):
         return blocks_for(self.num_tokens)
 
     @property
-    def num_blocks_to_grow(self) -> int:
-        """Blocks that it may yet need beyond those that it has, or has to get before it can begin."""
+    def num_growth_blocks(self) -> int:
+        """Blocks that are kept free for it when another begins, beyond those that it has, or needs to begin itself."""
         has = self.num_blocks if self.holds_blocks else self.num_blocks_due
-        return max(0, blocks_for(self.num_limit) - has)
+        return growth_room(has, blocks_for(self.num_limit))
 
     def story(self) -> str:
         return (

@@ -19,9 +19,6 @@ from pd_core.errors import ContextLengthExceeded
 from pd_core.layout import BLOCK_TOKENS
 from pd_worker.policy import PromptWork, Share, next_shares
 
-GROWTH_BLOCKS = 2
-"""Room that is left for each sequence when another one comes: it grows that far without preempting anybody."""
-
 
 def most_positions(num_prompt: int, max_tokens: int) -> int:
     """Positions whose KV the request can ever need."""
@@ -49,7 +46,7 @@ def blocks_to_begin(newcomer: SequenceLife, others: Iterable[SequenceLife]) -> i
     One alone needs no more than it can ever use, so it always finds room in an empty pool.
     """
     growing = [newcomer, *others]
-    return newcomer.num_blocks_due + sum(min(GROWTH_BLOCKS, life.num_blocks_to_grow) for life in growing)
+    return newcomer.num_blocks_due + sum(life.num_growth_blocks for life in growing)
 
 
 def next_batch(lives: Sequence[SequenceLife], max_batch: int) -> list[SequenceLife]:

@@ -119,6 +119,9 @@ class DecodeWorker:
         names = ("kv_bytes_received", "kv_blocks_corrupt", "kv_frames_stale")
         return {f"{name}_total": totals[name] for name in names}
 
+    def kv_paths(self) -> dict[str, str]:
+        return {}
+
     def cut(self, error: KvrelayError) -> None:
         for sequence in list(self._sequences.values()):
             self._end(sequence, error)
@@ -178,7 +181,7 @@ class DecodeWorker:
         shell = self._shell
         shell.check_request(request)
         check_fits(len(request.tokens), request.max_tokens, shell.engine.context_tokens, shell.ledger.num_blocks)
-        sequence = DecodeSequence(request, attempt, Outbox())
+        sequence = DecodeSequence(request, attempt, Outbox(), asyncio.get_running_loop().time())
         if sequence.holder in shell.requests:
             raise InvalidRequest(f"attempt {sequence.holder} is here already")
         num_open = self._handoffs.num_open + self._roster.count(Phase.COMPUTING)

@@ -7,7 +7,8 @@ pairing       whose KV may go into whose pool
 permits       who may write into which slots, and who is inside them: the quarantine rule, pure
 reception     what the receiving side of every path shares: events, counters, closing a ticket
 receiver      a pool's receiving side over any number of paths, with one reception for all
-writer_acceptor, connection   threads of the receiving side: who accepts, who serves one writer
+socket_listener, writer_acceptor, connection   the receiving side over sockets: where writers come in, the thread that
+              accepts them, the thread that serves one
 
 channel_sender, channel, push_job   the sending side over sockets: a queue, a thread, a connection for each destination
 choice        the best path of a ticket that works; path_book remembers what was found, pure

@@ -60,6 +60,9 @@ class ChannelSender:
             raise DeadlineExceeded(f"{where}: {len(indices)} blocks were not sent within {deadline_s:g} s") from error
         return PushReceipt(self._path, len(indices) * self._memory.block_bytes, seconds)
 
+    def path_to(self, incarnation: str) -> str:
+        return self._path
+
     async def close(self) -> None:
         """Pushes that wait or run fail with TransferError. Raises TransferError when a thread does not end."""
         self._is_closed = True

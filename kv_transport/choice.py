@@ -84,6 +84,9 @@ class RoutedSender:
         """What was found, by the receiver's incarnation and path."""
         return self._book.report()
 
+    def path_to(self, incarnation: str) -> str:
+        return self._book.describe(incarnation)
+
     async def close(self) -> None:
         """Closes every sender, also when one of them fails to."""
         errors: list[Exception] = []

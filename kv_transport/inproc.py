@@ -78,7 +78,7 @@ class InprocBlockReceiver:
 
     @property
     def reception(self) -> Reception:
-        """Permits and counters; for tests and for /debug."""
+        """Permits and counters; for tests."""
         if self._reception is None:
             raise InvalidTransition("the receiver has not been started")
         return self._reception
@@ -235,6 +235,9 @@ class InprocBlockSender:
             self._pushes.discard(task)
         seconds = asyncio.get_running_loop().time() - started_s
         return PushReceipt(PATH, len(indices) * self._memory.block_bytes, seconds)
+
+    def path_to(self, incarnation: str) -> str:
+        return PATH
 
     async def close(self) -> None:
         """Pushes that run fail with TransferError; late frames never arrive."""

@@ -70,7 +70,7 @@ class BlockReceiver(Protocol):
         ...
 
     def counters(self) -> dict[str, float]:
-        """Totals since start: kv_bytes_received, kv_blocks_corrupt, kv_frames_stale, kv_connections_refused."""
+        """Totals since start, by the names of `reception.COUNTER_NAMES`."""
         ...
 
     async def close(self) -> None: ...
@@ -95,6 +95,10 @@ class BlockSender(Protocol):
         receiver, unless its digest is right: they may change again then too.
         Raises TransferError when no address can be reached or the connection breaks, DeadlineExceeded.
         """
+        ...
+
+    def path_to(self, incarnation: str) -> str:
+        """For people: how pushes to that boot of a receiver go, and why not in a better way; empty before the first."""
         ...
 
     async def close(self) -> None: ...

@@ -67,14 +67,14 @@ class PoolReceiver:
 
     @property
     def reception(self) -> Reception:
-        """Permits and counters; for tests and for /debug."""
+        """Permits and counters; for tests."""
         if self._reception is None:
             raise InvalidTransition("the receiver has not been started")
         return self._reception
 
     @property
     def connections(self) -> list[WriterConnection]:
-        """Of all paths; for tests and for /debug."""
+        """Of all paths; for tests."""
         return [connection for listener in self._listeners for connection in listener.connections]
 
     async def start(self) -> None:

@@ -86,7 +86,7 @@ class ShmConnection(WriterConnection):
 
     def _map(self, attach: Attach, fd: int) -> ForeignPool:
         if attach.version != WIRE_VERSION:
-            raise ProtocolError(f"wire version of shared-memory connections: ours {WIRE_VERSION}, {attach.version}")
+            raise ProtocolError(f"wire version of shared memory: ours {WIRE_VERSION}, theirs {attach.version}")
         if attach.block_bytes != self._memory.block_bytes:
             raise ProtocolError(f"blocks of {attach.block_bytes} bytes, ours have {self._memory.block_bytes}")
         return ForeignPool(fd, attach.num_blocks, attach.block_bytes, attach.nonce)

@@ -6,33 +6,29 @@ import secrets
 import socket
 import struct
 
-from kv_transport.connection import WriterConnection
-from kv_transport.pairing import check_identity, check_peer
 from kv_transport.receiver import PoolReceiver
 from kv_transport.reception import Reception
 from kv_transport.shm import DATA_KIND, DEFAULT_OPTIONS, PATH, ShmOptions, socket_name
 from kv_transport.shm_connection import CopyBlock, ShmConnection
 from kv_transport.shm_pool import copy_block
-from kv_transport.writer_acceptor import BACKLOG, WriterAcceptor
-from pd_core.errors import ConfigError, InvalidTransition
+from kv_transport.socket_listener import SocketListener
+from kv_transport.writer_acceptor import BACKLOG
+from pd_core.errors import ConfigError
 from pd_core.memory import BlockMemory
 from pd_core.ticket import TransportAddress
-from pd_rpc.blocking import authenticate_blocking_as_server
 from pd_rpc.wire import PeerIdentity
 
 _UCRED = struct.Struct("iII")
 
 
-class ShmListener:
+class ShmListener(SocketListener):
     """PathListener of a pool on an abstract Unix socket with a random name.
 
     The name is no file, ends with the process, and does not reach beyond the network namespace: who can connect to
     it and prove itself is on this host.
 
-    identity: ours; its fingerprint is what writers must have too
-    secret:   the cluster's
-    copy:     see ShmConnection
-    Raises ConfigError when `identity` does not describe `memory`.
+    identity, secret: see SocketListener
+    copy:             see ShmConnection
     """
 
     def __init__(
@@ -44,42 +40,27 @@ class ShmListener:
         options: ShmOptions = DEFAULT_OPTIONS,
         copy: CopyBlock = copy_block,
     ) -> None:
-        check_identity(memory, identity)
+        super().__init__(memory, identity, secret, DATA_KIND, options)
         self._memory = memory
-        self._identity = identity
-        self._secret = secret
-        self._options = options
+        self._shm_options = options
         self._copy = copy
         self._host = f"@kvrelay-{secrets.token_hex(16)}"
-        self._acceptor: WriterAcceptor | None = None
 
     @property
     def address(self) -> TransportAddress:
         """Known after `start`."""
-        if self._acceptor is None:
-            raise InvalidTransition("the receiver has not been started")
+        self._require_started()
         return TransportAddress(PATH, self._host, 0)
-
-    @property
-    def connections(self) -> list[WriterConnection]:
-        return self._acceptor.connections if self._acceptor else []
 
     async def start(self, reception: Reception) -> None:
         """Binds and listens. Raises ConfigError naming the socket when that cannot be."""
 
         def serve(sock: socket.socket, _: object) -> ShmConnection:
             address = f"process {_peer_pid(sock)}"
-            return ShmConnection(sock, address, self._memory, reception, self._options, self._authenticate, self._copy)
+            options, authenticate = self._shm_options, self._authenticate
+            return ShmConnection(sock, address, self._memory, reception, options, authenticate, self._copy)
 
-        self._acceptor = WriterAcceptor(self._host, self._listen(), reception, self._options, serve)
-
-    def stop(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.stop()
-
-    async def join(self) -> None:
-        if self._acceptor is not None:
-            await self._acceptor.join()
+        self._accept(self._host, self._listen(), reception, serve)
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,16 +72,6 @@ class ShmListener:
             listener.close()
             raise ConfigError(f"KV receiver cannot listen on {self._host}: {error}") from error
         return listener
-
-    def _authenticate(self, sock: socket.socket) -> None:
-        authenticate_blocking_as_server(
-            sock,
-            self._secret,
-            self._identity,
-            kind=DATA_KIND,
-            deadline_s=self._options.handshake_s,
-            check_peer=check_peer,
-        )
 
 
 class ShmBlockReceiver(PoolReceiver):

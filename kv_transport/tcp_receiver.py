@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from kv_transport.connection import WriterConnection
-from kv_transport.pairing import check_identity, check_peer
 from kv_transport.receiver import PoolReceiver
 from kv_transport.reception import Reception
+from kv_transport.socket_listener import SocketListener
 from kv_transport.tcp import DATA_KIND, DEFAULT_OPTIONS, PATH, TcpOptions
 from kv_transport.tcp_connection import TcpConnection
 from kv_transport.tcp_sockets import size_buffers, tune
-from kv_transport.writer_acceptor import BACKLOG, WriterAcceptor
-from pd_core.errors import ConfigError, InvalidTransition
+from kv_transport.writer_acceptor import BACKLOG
+from pd_core.errors import ConfigError
 from pd_core.memory import BlockMemory
 from pd_core.ticket import TransportAddress
 from pd_rpc.address import format_address
-from pd_rpc.blocking import authenticate_blocking_as_server
 from pd_rpc.wire import PeerIdentity
 
 
-class TcpListener:
+class TcpListener(SocketListener):
     """PathListener of a pool on `host`:`port` and on no other address.
 
-    identity:       ours; its fingerprint is what writers must have too
-    secret:         the cluster's
-    port:           0 takes a free one
-    advertise_host: what writers are told, when it is not `host`
-    Raises ConfigError when `identity` does not describe `memory`.
+    identity, secret: see SocketListener
+    port:             0 takes a free one
+    advertise_host:   what writers are told, when it is not `host`
     """
 
     def __init__(
@@ -42,26 +38,18 @@ class TcpListener:
         advertise_host: str | None = None,
         options: TcpOptions = DEFAULT_OPTIONS,
     ) -> None:
-        check_identity(memory, identity)
+        super().__init__(memory, identity, secret, DATA_KIND, options)
         self._memory = memory
-        self._identity = identity
-        self._secret = secret
+        self._tcp_options = options
         self._host = host
         self._port = port
         self._advertise_host = advertise_host or host
-        self._options = options
-        self._acceptor: WriterAcceptor | None = None
 
     @property
     def address(self) -> TransportAddress:
         """Known after `start`."""
-        if self._acceptor is None:
-            raise InvalidTransition("the receiver has not been started")
+        self._require_started()
         return TransportAddress(PATH, self._advertise_host, self._port)
-
-    @property
-    def connections(self) -> list[WriterConnection]:
-        return self._acceptor.connections if self._acceptor else []
 
     async def start(self, reception: Reception) -> None:
         """Binds and listens. Raises ConfigError naming host:port when that cannot be."""
@@ -70,17 +58,9 @@ class TcpListener:
 
         def serve(sock: socket.socket, where: tuple[str, int]) -> TcpConnection:
             address = format_address(*where[:2])
-            return TcpConnection(sock, address, self._memory, reception, self._options, self._authenticate)
+            return TcpConnection(sock, address, self._memory, reception, self._tcp_options, self._authenticate)
 
-        self._acceptor = WriterAcceptor(str(self._port), listener, reception, self._options, serve)
-
-    def stop(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.stop()
-
-    async def join(self) -> None:
-        if self._acceptor is not None:
-            await self._acceptor.join()
+        self._accept(str(self._port), listener, reception, serve)
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         address = format_address(self._host, self._port)
@@ -94,7 +74,7 @@ class TcpListener:
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            size_buffers(listener, self._options)
+            size_buffers(listener, self._tcp_options)
             listener.bind(where)
             listener.listen(BACKLOG)
             listener.setblocking(False)
@@ -104,15 +84,8 @@ class TcpListener:
         return listener
 
     def _authenticate(self, sock: socket.socket) -> None:
-        tune(sock, self._options)
-        authenticate_blocking_as_server(
-            sock,
-            self._secret,
-            self._identity,
-            kind=DATA_KIND,
-            deadline_s=self._options.handshake_s,
-            check_peer=check_peer,
-        )
+        tune(sock, self._tcp_options)
+        super()._authenticate(sock)
 
 
 class TcpBlockReceiver(PoolReceiver):

@@ -35,7 +35,8 @@ class ChildProcess:
             raise EngineError(f"{self._program} was gone before {type(message).__name__}: {error}") from error
 
     async def hear(self, decoder: msgspec.json.Decoder[_T], deadline_s: float) -> _T:
-        """The next line. Raises DeadlineExceeded, or EngineError when the process has ended instead."""
+        """The next line. Raises DeadlineExceeded, or EngineError when the process has ended instead or says something
+        else."""
         assert self._process.stdout is not None  # noqa: S101 - as above
         try:
             async with asyncio.timeout(deadline_s):
@@ -44,7 +45,10 @@ class ChildProcess:
             raise DeadlineExceeded(f"{self._program} did not answer within {deadline_s:g} s") from error
         if not line:
             raise EngineError(f"{self._program} ended instead of answering; see its standard error")
-        return decoder.decode(line)
+        try:
+            return decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self._program} said what it should not: {line[:200]!r}: {error}") from error
 
     def kill(self) -> None:
         self._process.kill()

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from pd_core.config import Config
+from pd_core.errors import ConfigError
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
@@ -33,11 +34,11 @@ class RunningCluster(msgspec.Struct, frozen=True):
     workers: list[WorkerProcess]
 
     def worker(self, role: Literal["prefill", "decode"]) -> WorkerProcess:
-        """The first of that role. Raises LookupError when there is none."""
+        """The first of that role. Raises ConfigError when there is none: the bench cannot measure such a cluster."""
         for worker in self.workers:
             if worker.role == role:
                 return worker
-        raise LookupError(f"the cluster has no {role} worker")
+        raise ConfigError(f"the bench needs a {role} worker; the cluster has none", param=f"{role}.num_workers")
 
 
 class ClusterStarter(Protocol):

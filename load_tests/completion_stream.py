@@ -81,8 +81,9 @@ def parse_stream(reply: Reply, sent_s: float) -> CompletionStream:
 
 
 def moments_so_far(pieces: Sequence[Piece]) -> list[float]:
-    """When each token came of a stream, with `return_token_ids`, that still runs or was closed early."""
-    chunks = ((at_s, msgspec.json.decode(event, type=_Chunk)) for at_s, event in parse_events_so_far(pieces))
+    """When each token came of a stream, with `return_token_ids`, that still runs, was closed early, or has ended."""
+    events = [(at_s, event) for at_s, event in parse_events_so_far(pieces) if event != DONE]
+    chunks = [(at_s, msgspec.json.decode(event, type=_Chunk)) for at_s, event in events]
     return [at_s for at_s, chunk in chunks for choice in chunk.choices for _ in choice.token_ids or []]
 
 

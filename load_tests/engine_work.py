@@ -19,6 +19,7 @@ from pd_core.errors import EngineError
 from pd_core.layout import blocks_for
 from pd_core.request import GenerateRequest, SamplingParams
 from pd_engine.reference import generate_alone
+from pd_engine.steps import never
 from pd_worker.build import build_engine
 
 PROMPT_TOKENS = 4096
@@ -95,7 +96,7 @@ class EngineWork:
             return
         for at in range(start, end, FILL_CHUNK_TOKENS):
             tokens = self._draw(self._random, min(FILL_CHUNK_TOKENS, end - at))
-            self._engine.step([SequenceStep(tokens, at, self._table(stream), None)], _never)
+            self._engine.step([SequenceStep(tokens, at, self._table(stream), None)], never)
         self._num_filled[stream] = end
 
     def _table(self, stream: int) -> list[int]:
@@ -103,14 +104,10 @@ class EngineWork:
         return list(range(first, first + self._stream_blocks))
 
     def _step(self, steps: list[SequenceStep]) -> list[int]:
-        return [token for token in self._engine.step(steps, _never) if token is not None]
+        return [token for token in self._engine.step(steps, never) if token is not None]
 
     def _draw(self, generator: random.Random, num_tokens: int) -> list[int]:
         return [generator.randrange(self._engine.vocab_size) for _ in range(num_tokens)]
-
-
-def _never() -> bool:
-    return False
 
 
 def _with_pool(config: Config, num_blocks: int) -> Config:

@@ -56,6 +56,8 @@ class TransferTarget:
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
         def on_event(event: ReceiverEvent) -> None:
+            if done.done():
+                return  # it has failed already
             if not isinstance(event, BlocksArrived) or event.corrupt:
                 done.set_exception(TransferError(f"a transfer of the bench failed: {event}"))
                 return

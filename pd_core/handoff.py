@@ -1,11 +1,15 @@
 """The sending half of a handoff: from a prefill worker's first finished chunk until its blocks are released.
 
-    PUSHING -> FINISHING -- committed -----------> RELEASED
-       \\   <- missing -/ \\                       /
-        \\________________\\__> ABORTED -- quiet --/
+    PUSHING -> FINISHING -> COMMITTED -- quiet --> RELEASED
+       \\           \\                             /
+        \\___________\\_____> ABORTED ---- quiet --/
 
-Our blocks stay held until the receiver has committed or the handoff is aborted *and* no push reads them any more:
+Our blocks stay held until the receiver has committed or the handoff is aborted, *and* no push reads them any more:
 "sent" is not enough, because what was lost on the way must be sent again. Pushes may end in any order.
+
+The receiver is asked for its verdict together with the last push, not after it: it commits when the last block is
+there, and that is what the client's second token waits for. What is missing it can say only when nothing is on its way
+any more, which it is told when the last push has ended.
 An event that the table does not have for a state raises InvalidTransition and changes nothing.
 """
 
@@ -25,7 +29,8 @@ MAX_ROUNDS = 3
 
 class HandoffState(enum.Enum):
     PUSHING = "pushing"  # chunks are computed and pushed
-    FINISHING = "finishing"  # everything was pushed; the receiver has been asked for its verdict
+    FINISHING = "finishing"  # all is computed; the receiver has been asked for its verdict; pushes may be under way
+    COMMITTED = "committed"  # the receiver has all; a push may still read our blocks
     ABORTED = "aborted"  # given up; a push may still read our blocks
     RELEASED = "released"  # nothing reads our blocks any more; they are released
 
@@ -72,13 +77,21 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class AskVerdict(msgspec.Struct, frozen=True):
-    """Tell the receiver that all was sent, and wait for what it says."""
+    """Tell the receiver that all is sent or on its way, and wait for what it says."""
 
     first_token: FirstToken
 
 
+class SayAllSent(msgspec.Struct, frozen=True):
+    """Tell the receiver that nothing is on its way any more: what it has not got now it may call missing."""
+
+
 class StopPushes(msgspec.Struct, frozen=True):
-    """Cancel what is being sent and tell the receiver, unless it is the one who failed."""
+    """Cancel what is being sent: nobody needs it any more."""
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    """The handoff has failed; tell the receiver, unless it is the one who failed."""
 
     error: KvrelayError
 
@@ -87,7 +100,7 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
     """Nobody needs or reads our blocks any more."""
 
 
-HandoffCommand: TypeAlias = Push | AskVerdict | StopPushes | ReleaseBlocks
+HandoffCommand: TypeAlias = Push | AskVerdict | SayAllSent | StopPushes | Abandon | ReleaseBlocks
 
 
 class HandoffLife(msgspec.Struct, frozen=True):
@@ -118,33 +131,43 @@ class HandoffLife(msgspec.Struct, frozen=True):
 
     def validate(self) -> None:
         """Raises InvalidTransition when the fields contradict each other."""
-        done = (HandoffState.FINISHING, HandoffState.RELEASED)
-        if self.num_pushes < 0 or (self.state in done and self.num_pushes):
+        if self.num_pushes < 0 or (self.state is HandoffState.RELEASED and self.num_pushes):
             raise InvalidTransition(f"pushes miscounted: {self.story()}")
-        if self.state is HandoffState.FINISHING and self.num_ready != self.num_blocks:
+        if self.state is HandoffState.COMMITTED and not self.num_pushes:
+            raise InvalidTransition(f"nothing reads the blocks, and they are not released: {self.story()}")
+        if self.state is HandoffState.PUSHING and self.first_token is not None:
+            raise InvalidTransition(f"the prompt is computed, and nobody asks: {self.story()}")
+        is_asked = self.state in (HandoffState.FINISHING, HandoffState.COMMITTED)
+        if is_asked and (self.num_ready != self.num_blocks or self.first_token is None):
             raise InvalidTransition(f"finishing too early: {self.story()}")
 
 
 def step(life: HandoffLife, event: HandoffEvent) -> tuple[HandoffLife, list[HandoffCommand]]:
     """Next state and what to do about it. Raises InvalidTransition: a fault of ours."""
     match life.state, event:
-        case HandoffState.PUSHING, BlocksReady(indices=indices) if life.first_token is None:
+        case HandoffState.PUSHING, BlocksReady(indices=indices):
             _check_order(life, indices)
             ready = life.num_ready + len(indices)
             return _replace(life, num_ready=ready, num_pushes=life.num_pushes + 1), [Push(indices)]
-        case HandoffState.PUSHING, PromptComputed(first_token=first) if life.first_token is None:
+        case HandoffState.PUSHING, PromptComputed(first_token=first):
             if life.num_ready != life.num_blocks:
                 raise InvalidTransition(f"the prompt ended before its blocks were ready: {life.story()}")
-            return _ask_when_quiet(_replace(life, first_token=first))
+            asked = _replace(life, state=HandoffState.FINISHING, first_token=first)
+            return asked, [AskVerdict(first), *_all_sent(asked)]
         case HandoffState.PUSHING, PushEnded() if life.num_pushes:
-            return _ask_when_quiet(_replace(life, num_pushes=life.num_pushes - 1))
+            return _replace(life, num_pushes=life.num_pushes - 1), []
+        case HandoffState.FINISHING, PushEnded() if life.num_pushes:
+            ended = _replace(life, num_pushes=life.num_pushes - 1)
+            return ended, _all_sent(ended)
         case HandoffState.FINISHING, BlocksMissing(indices=indices):
             return _push_again(life, indices)
         case HandoffState.FINISHING, ReceiverCommitted():
-            return _replace(life, state=HandoffState.RELEASED), [ReleaseBlocks()]
+            return _release_when_quiet(_replace(life, state=HandoffState.COMMITTED))
+        case HandoffState.COMMITTED, HandoffGivenUp():
+            return life, [StopPushes()]  # it has succeeded; a push whose end is late holds our blocks for nothing
         case ((HandoffState.PUSHING | HandoffState.FINISHING), HandoffGivenUp(error=error)):
             return _abort(life, error)
-        case HandoffState.ABORTED, PushEnded() if life.num_pushes:
+        case ((HandoffState.COMMITTED | HandoffState.ABORTED), PushEnded()) if life.num_pushes:
             return _release_when_quiet(_replace(life, num_pushes=life.num_pushes - 1))
         case HandoffState.ABORTED, BlocksReady() | PromptComputed() | BlocksMissing() | ReceiverCommitted():
             return life, []  # it was under way when we gave up
@@ -154,24 +177,23 @@ def step(life: HandoffLife, event: HandoffEvent) -> tuple[HandoffLife, list[Hand
             raise InvalidTransition(f"{type(event).__name__} does not fit: {life.story()}")
 
 
-def _ask_when_quiet(life: HandoffLife) -> tuple[HandoffLife, list[HandoffCommand]]:
-    if life.num_pushes or life.first_token is None:
-        return life, []
-    return _replace(life, state=HandoffState.FINISHING), [AskVerdict(life.first_token)]
+def _all_sent(life: HandoffLife) -> list[HandoffCommand]:
+    return [] if life.num_pushes else [SayAllSent()]
 
 
 def _push_again(life: HandoffLife, indices: list[int]) -> tuple[HandoffLife, list[HandoffCommand]]:
+    if life.num_pushes or life.first_token is None:
+        return _abort(life, TransferError(f"the receiver misses blocks that are on their way: {life.story()}"))
     if not indices or not all(0 <= index < life.num_blocks for index in indices):
         return _abort(life, TransferError(f"the receiver misses blocks {indices} that the range does not have"))
     if life.round == MAX_ROUNDS:
         return _abort(life, TransferError(f"{len(indices)} blocks did not arrive in {MAX_ROUNDS} more tries"))
-    again = _replace(life, state=HandoffState.PUSHING, round=life.round + 1, num_pushes=1)
-    return again, [Push(indices)]
+    return _replace(life, round=life.round + 1, num_pushes=1), [Push(indices), AskVerdict(life.first_token)]
 
 
 def _abort(life: HandoffLife, error: KvrelayError) -> tuple[HandoffLife, list[HandoffCommand]]:
     aborted, release = _release_when_quiet(_replace(life, state=HandoffState.ABORTED))
-    return aborted, [StopPushes(error), *release]
+    return aborted, [StopPushes(), Abandon(error), *release]
 
 
 def _release_when_quiet(life: HandoffLife) -> tuple[HandoffLife, list[HandoffCommand]]:

@@ -1,4 +1,4 @@
-"""How KV lies in memory, and what two pools must agree on before they exchange it."""
+"""How KV lies in memory, how much room it needs, and what two pools must agree on before they exchange it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ BLOCK_TOKENS = 16
 def blocks_for(num_tokens: int) -> int:
     """How many blocks hold the KV of positions 0 .. num_tokens - 1."""
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+GROWTH_BLOCKS = 2
+"""Room that is left for each sequence when another one comes: it grows that far without preempting anybody."""
+
+
+def growth_room(num_blocks: int, num_most_blocks: int) -> int:
+    """Free blocks that are kept for a sequence that has `num_blocks`, or is about to take them, and can never have more
+    than `num_most_blocks`: by the decode worker that admits another, and by the router that foresees what it says."""
+    return min(GROWTH_BLOCKS, max(0, num_most_blocks - num_blocks))
 
 
 DType = Literal["float32", "bfloat16", "uint8"]

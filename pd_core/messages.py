@@ -1,10 +1,11 @@
 """What router, workers and supervisor say to each other over pd_rpc. The class's tag picks the handler.
 
     router  -> decode    StartDecode   : TicketGranted, HandoffCommitted, TokenMade, Preempted ...
-                         StartBoth     : PromptAdmitted, TokenMade, Preempted ...
+                         StartBoth     : PromptAdmitted, TokenMade, PromptComputed, Preempted ...
     router  -> prefill   StartPrefill  : TokenMade, PrefillDone
     prefill -> decode    RenewLease    : LeaseHeld
                          FinishPrefill : HandoffVerdict
+                         AllSent       : LeaseHeld
                          AbandonPrefill: LeaseHeld
     anyone  -> worker    WatchStatus   : WorkerStatus ...
                          ReadLedger    : LedgerSnapshot
@@ -59,10 +60,22 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease"):
 
 
 class FinishPrefill(msgspec.Struct, frozen=True, tag="finish_prefill"):
-    """Every block has been sent. Answered when the handoff is committed, or with what is missing."""
+    """The prompt is computed; its last blocks are on their way.
+
+    Answered when the handoff is committed or, once AllSent has come too, with what is missing.
+    """
 
     ref: TicketRef
     first_token: FirstToken
+
+
+class AllSent(msgspec.Struct, frozen=True, tag="all_sent"):
+    """Nothing of the ticket is on its way any more, so what has not arrived soon may be called missing.
+
+    Raises StaleTicket as RenewLease does; also when all was there, and the request is over already.
+    """
+
+    ref: TicketRef
 
 
 class AbandonPrefill(msgspec.Struct, frozen=True, tag="abandon_prefill"):
@@ -108,6 +121,13 @@ class ChunkDone(msgspec.Struct, frozen=True):
     took_s: float
 
 
+class PromptComputed(msgspec.Struct, frozen=True, tag="prompt_computed"):
+    """How the worker that decodes has computed the prompt itself. compute_s: time in the engine"""
+
+    chunks: list[ChunkDone]
+    compute_s: float
+
+
 class HandoffCommitted(msgspec.Struct, frozen=True, tag="handoff_committed"):
     """All blocks are there and verified; the request is in the decode batch.
 
@@ -141,13 +161,15 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     """The prefill worker holds nothing of the request any more.
 
     chunks: how the prompt was computed; compute_s: time in the engine
-    push_s: time from the first token to the commit; num_bytes: KV bytes sent
+    push_s: time from the first token to the receiver's word that it has all; 0 when nothing was handed on
+    num_bytes, transfer_s: KV bytes sent, and how long they were on the path, without waiting for a turn
     """
 
     chunks: list[ChunkDone]
     compute_s: float
     push_s: float
     num_bytes: int
+    transfer_s: float
 
 
 class LeaseHeld(msgspec.Struct, frozen=True, tag="lease_held"):
@@ -170,6 +192,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag="worker_status"):
 
     counters: totals since boot, by metric name (tokens, handoffs, transfer bytes, ...)
     detail:   what the engine says of itself, for /ready
+    kv_paths: how KV goes from here to other workers, by their names, and why not in a better way; for people
     """
 
     name: str
@@ -184,6 +207,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag="worker_status"):
     pool_tokens: int
     counters: dict[str, float]
     detail: dict[str, str]
+    kv_paths: dict[str, str] = {}
 
 
 class LedgerSnapshot(msgspec.Struct, frozen=True, tag="ledger_snapshot"):
@@ -199,6 +223,7 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 WORKER_REPLIES = (
     TicketGranted
     | PromptAdmitted
+    | PromptComputed
     | HandoffCommitted
     | TokenMade
     | Preempted

@@ -247,6 +247,7 @@ class RequestLife(msgspec.Struct, frozen=True):
             raise InvalidTransition(f"the first token is not what was delivered: {self.story()}")
 
 
+_replace = msgspec.structs.replace
 _OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 
@@ -309,15 +310,19 @@ def _token(life: RequestLife, event: TokenReceived) -> tuple[RequestLife, list[R
     num_before = life.num_of_prefill if is_of_prefill else life.num_of_decode
     if event.index != num_before or (is_of_prefill and num_before > 0):
         return _fail(life, ProtocolError(f"token {event.index} of {event.leg.value} is out of turn: {life.story()}"))
-    count = {"num_of_prefill": num_before + 1} if is_of_prefill else {"num_of_decode": num_before + 1}
+    num_of_prefill, num_of_decode = life.num_of_prefill + is_of_prefill, life.num_of_decode + (not is_of_prefill)
     if event.index < life.num_tokens:
         if event.token != life.first_token:
             ours, theirs = life.first_token, event.token
             return _fail(life, TokenMismatch(f"token {event.index} is {ours} and {theirs}: {life.story()}"))
-        return _replace(life, **count), []
-    first_token = event.token if life.first_token is None else life.first_token
+        return _replace(life, num_of_prefill=num_of_prefill, num_of_decode=num_of_decode), []
     longer = _replace(
-        life, state=RequestState.DECODING, num_tokens=life.num_tokens + 1, first_token=first_token, **count
+        life,
+        state=RequestState.DECODING,
+        num_tokens=life.num_tokens + 1,
+        first_token=event.token if life.first_token is None else life.first_token,
+        num_of_prefill=num_of_prefill,
+        num_of_decode=num_of_decode,
     )
     deliver = Deliver(event.index, event.token, event.finish)
     if event.finish is None:
@@ -342,7 +347,3 @@ def _end(
 ) -> tuple[RequestLife, list[RequestCommand]]:
     close = [CloseLeg(leg) for leg in (Leg.PREFILL, Leg.DECODE) if leg in life.open_legs]
     return _replace(life, state=state, open_legs=frozenset()), [*commands, *close]
-
-
-def _replace(life: RequestLife, **changes: object) -> RequestLife:
-    return msgspec.structs.replace(life, **changes)

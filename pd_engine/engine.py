@@ -13,7 +13,7 @@ from pd_core.errors import EngineError
 from pd_core.layout import Fingerprint
 from pd_engine.invariance import InvarianceProof
 from pd_engine.sampler import draw
-from pd_engine.steps import check_steps
+from pd_engine.steps import check_steps, never
 
 
 class ModelEngine(ABC):
@@ -76,7 +76,7 @@ class ModelEngine(ABC):
 
     def logits(self, steps: Sequence[SequenceStep]) -> NDArray[np.float32]:
         """Runs the steps as `step` does; logits [len(steps), vocab_size] of each one's last token."""
-        return self._checked(steps, range(len(steps)), _never)
+        return self._checked(steps, range(len(steps)), never)
 
     def publish(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do
         """Nothing to do: steps run in the pool itself."""
@@ -96,7 +96,3 @@ class ModelEngine(ABC):
             steps, vocab_size=self._vocab_size, context_tokens=self._context_tokens, num_blocks=self._num_blocks
         )
         return self.forward(steps, picked, is_cancelled)
-
-
-def _never() -> bool:
-    return False

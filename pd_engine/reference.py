@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import EngineError
 from pd_core.request import GenerateRequest, finish_after
+from pd_engine.steps import never
 
 
 def generate_alone(engine: Engine, request: GenerateRequest, chunk_tokens: int, block_ids: Sequence[int]) -> list[int]:
@@ -29,16 +30,12 @@ def _prefill(engine: Engine, request: GenerateRequest, chunk_tokens: int, block_
     tokens = request.tokens
     last_start = (len(tokens) - 1) // chunk_tokens * chunk_tokens
     for start in range(0, last_start, chunk_tokens):
-        engine.step([SequenceStep(tokens[start : start + chunk_tokens], start, block_ids, None)], _never)
+        engine.step([SequenceStep(tokens[start : start + chunk_tokens], start, block_ids, None)], never)
     return _drawn(engine, SequenceStep(tokens[last_start:], last_start, block_ids, request.sampling))
 
 
 def _drawn(engine: Engine, step: SequenceStep) -> int:
-    (token,) = engine.step([step], _never)
+    (token,) = engine.step([step], never)
     if token is None:
         raise EngineError("the engine drew no token for a step that asks for one")
     return token
-
-
-def _never() -> bool:
-    return False

@@ -16,6 +16,7 @@ from pd_engine.decoder import Decoder
 from pd_engine.invariance import NUM_BLOCKS, NUM_LAYERS
 from pd_engine.pool import KvPool
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 
 
 class ShallowDecoder:
@@ -46,12 +47,8 @@ class ShallowDecoder:
         torch.set_num_threads(num_threads)
         try:
             self._pool.adopt(range(NUM_BLOCKS))  # the trial copies blocks from one table to another
-            logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, _never).cpu().numpy()
+            logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, never).cpu().numpy()
             self._pool.publish(range(NUM_BLOCKS))
             return logits
         finally:
             torch.set_num_threads(before)
-
-
-def _never() -> bool:
-    return False

@@ -9,6 +9,11 @@ from pd_core.errors import EngineError
 from pd_core.layout import BLOCK_TOKENS, blocks_for
 
 
+def never() -> bool:
+    """`is_cancelled` of a step that nobody will want to stop."""
+    return False
+
+
 def check_steps(steps: Sequence[SequenceStep], *, vocab_size: int, context_tokens: int, num_blocks: int) -> None:
     """Raises EngineError, naming the step, when one of them cannot be run; nothing has been written then."""
     writers: dict[int, int] = {}

@@ -64,6 +64,8 @@ class GgufSource:
     def template_tokens(self) -> dict[str, str]:
         tokens: list[str] = self._values.get("tokenizer.ggml.tokens", [])
         ids = {kind: self._values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+        if strange := {kind: token for kind, token in ids.items() if token is not None and token >= len(tokens)}:
+            raise ModelError(f"{self._path} has {len(tokens)} tokens; ids outside of them: {strange}")
         return {f"{kind}_token": tokens[token] for kind, token in ids.items() if token is not None}
 
     def check_tensors(self) -> None:

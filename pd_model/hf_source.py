@@ -97,7 +97,10 @@ class HfSource:
     def chat_template(self) -> str | None:
         own_file = self._folder / "chat_template.jinja"
         if own_file.is_file():
-            return own_file.read_text("utf-8")
+            try:
+                return own_file.read_text("utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{own_file} is no UTF-8: {error}") from error
         template = self._tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several by name: the one for plain chats is called "default"
             plain = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]

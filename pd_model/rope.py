@@ -159,7 +159,8 @@ class _ConfigRope:
             raise self._refusal(f"partial_rotary_factor {self._rope['partial_rotary_factor']}, which is not served")
         if unknown := self._rope.keys() - _KEYS[kind] - _ANY_KIND - {"partial_rotary_factor"}:
             raise self._refusal(f"{', '.join(sorted(unknown))}, which rope of kind {kind!r} is not known to have")
-        theta = self._number("rope_theta", self._config.get("rope_theta") or DEFAULT_THETA)
+        outer = self._config.get("rope_theta")
+        theta = self._number("rope_theta", DEFAULT_THETA if outer is None else outer)
         return RopeSettings(theta, self._scaling(kind))
 
     def _find(self) -> tuple[str, Mapping[str, Any]]:

@@ -75,7 +75,9 @@ class TextEncoder:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    # The library's `encode` lets no other thread run meanwhile: for seconds, when the text is long.
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
     return ids
 
 

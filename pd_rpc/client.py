@@ -158,9 +158,14 @@ class RpcClient:
             self._check_peer(self._identity, peer)
 
     def _on_event(self, event: Event) -> None:
+        # Events of one chunk of bytes are made together: a stream may have ended with one before its last.
         match event:
-            case ItemReceived() | CallEnded() | CallFailed():
-                self._streams.on_event(event)
+            case ItemReceived():  # first: nearly every event
+                if (stream := self._streams.by_id.get(event.call_id)) is not None:
+                    stream.put(event.body)
+            case CallEnded() | CallFailed():
+                if (stream := self._streams.by_id.get(event.call_id)) is not None:
+                    stream.finish(event.error if isinstance(event, CallFailed) else None)
             case Opened():
                 if not self._opened.done():
                     self._opened.set_result(None)

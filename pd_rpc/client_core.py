@@ -95,12 +95,12 @@ class ClientConnection(Connection):
 
     def _on_message(self, message: Any) -> list[Event]:
         match message:
-            case Item(call_id=call_id, body=body):
-                call = self._known(call_id)
+            case Item():  # first: nearly every message
+                call = self._known(message.call_id)
                 if call.credit == 0:
-                    raise ProtocolError(f"call {call_id} sent more items than it was granted")
+                    raise ProtocolError(f"call {message.call_id} sent more items than it was granted")
                 call.credit -= 1
-                return [] if call.is_cancelled else [ItemReceived(call_id, body)]
+                return [] if call.is_cancelled else [ItemReceived(message.call_id, message.body)]
             case End(call_id=call_id):
                 return [] if self._finished(call_id).is_cancelled else [CallEnded(call_id)]
             case Failed(call_id=call_id, error=error):

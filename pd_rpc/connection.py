@@ -54,6 +54,9 @@ class ConnectionState(enum.Enum):
     CLOSED = "closed"
 
 
+_ALIVE = (ConnectionState.OPENING, ConnectionState.OPEN)
+
+
 class Connection:
     """What both sides share: handshake, frames, heartbeats, closing. `now_s` is a monotonic time in seconds."""
 
@@ -106,8 +109,11 @@ class Connection:
         self._frames.feed(data)
         events: list[Event] = []
         try:
-            while not self._is_closed() and (body := self._frames.next_body()) is not None:
-                events += self._on_body(body)
+            while self.state in _ALIVE and (body := self._frames.next_body()) is not None:
+                if self.state is ConnectionState.OPENING:
+                    events += self._on_handshake_body(body)
+                else:
+                    events += self._on_message(decode(self._decoder, body))
         except KvrelayError as error:
             events += self.close(error)
         return events
@@ -156,18 +162,6 @@ class Connection:
             self._last_sent_s = now_s
         return data
 
-    def _on_body(self, body: bytes) -> list[Event]:
-        if self.state is ConnectionState.OPENING:
-            return self._on_handshake_body(body)
-        message = decode(self._decoder, body)
-        match message:
-            case Ping():
-                return []
-            case Close(error=error):
-                return self._closed(None if error is None else from_wire(error))
-            case _:
-                return self._on_message(message)
-
     def _on_handshake_body(self, body: bytes) -> list[Event]:
         before = self._handshake.state
         answer = self._handshake.receive(body)
@@ -185,15 +179,18 @@ class Connection:
         return [Opened(self._handshake.require_peer())]
 
     def _on_message(self, message: Any) -> list[Event]:
-        """A message of the side's own. Raises ProtocolError."""
-        raise ProtocolError(f"{type(message).__name__} is not for this side")
+        """A message of an open connection; each side adds its own. Raises ProtocolError."""
+        match message:
+            case Ping():
+                return []
+            case Close(error=error):
+                return self._closed(None if error is None else from_wire(error))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for this side")
 
     def _closed(self, error: KvrelayError | None) -> list[Event]:
         self.state = ConnectionState.CLOSED
         return [ConnectionClosed(error)]
-
-    def _is_closed(self) -> bool:
-        return self.state is ConnectionState.CLOSED
 
     def _require_open(self, action: str) -> None:
         if self.state is not ConnectionState.OPEN:

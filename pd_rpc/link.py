@@ -25,6 +25,8 @@ Admit = Callable[[PeerIdentity], None]
 """Looks at a peer that has proved itself; refuses it by raising a KvrelayError."""
 
 _FLUSH_NOW_BYTES = 64 * 1024
+_OF_CONNECTION = frozenset({PeerProved, ConnectionClosed, Opened})
+"""Events that are not about one call, and few."""
 
 
 class Link(asyncio.Protocol):
@@ -143,19 +145,23 @@ class Link(asyncio.Protocol):
 
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
-            match event:
-                case PeerProved(peer=peer):
-                    self._answer(peer)
-                case ConnectionClosed():
-                    self._finish()
-                    self._on_event(event)
-                case Opened():
-                    self._schedule_tick()
-                    self._on_event(event)
-                case _:
-                    self._on_event(event)
+            if type(event) in _OF_CONNECTION:
+                self._dispatch_own(event)
+            else:
+                self._on_event(event)
         if self._core.num_unsent_bytes:
             self._flush()
+
+    def _dispatch_own(self, event: Event) -> None:
+        match event:
+            case PeerProved(peer=peer):
+                self._answer(peer)
+            case ConnectionClosed():
+                self._finish()
+                self._on_event(event)
+            case Opened():
+                self._schedule_tick()
+                self._on_event(event)
 
     def _answer(self, peer: PeerIdentity) -> None:
         if self._core.state is ConnectionState.CLOSED:  # bytes behind its proof have closed the connection

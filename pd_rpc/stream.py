@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, ProtocolError, WorkerLost
-from pd_rpc.client_core import CallEnded, CallFailed, ClientConnection, ItemReceived
+from pd_rpc.client_core import ClientConnection
 from pd_rpc.connection import ConnectionState
 from pd_rpc.link import Link
 from pd_rpc.wire import decode
 
 
 class OpenStreams:
-    """The streams of one connection by call id; hands each the events that are its own."""
+    """The streams of one connection by call id."""
 
     def __init__(self, core: ClientConnection, link: Link, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self.core = core
@@ -26,19 +26,6 @@ class OpenStreams:
         self.decoder = decoder
         self.by_id: dict[int, RpcStream] = {}
         self.why_closed = "the connection is not open"
-
-    def on_event(self, event: ItemReceived | CallEnded | CallFailed) -> None:
-        """Events of one chunk of bytes are made together: a stream may have ended with one before its last."""
-        stream = self.by_id.get(event.call_id)
-        if stream is None:
-            return
-        match event:
-            case ItemReceived(body=body):
-                stream.put(body)
-            case CallEnded():
-                stream.finish(None)
-            case CallFailed(error=error):
-                stream.finish(error)
 
     def fail_all(self, why: str) -> None:
         """The connection is over."""
@@ -175,7 +162,9 @@ class RpcStream:
 
     def _next_item(self) -> Any:
         body = self._items.popleft()
-        self._top_up()
+        self._num_taken += 1
+        if self._num_taken >= self._top_up_at:
+            self._top_up()
         try:
             return decode(self._streams.decoder, body)
         except ProtocolError as error:
@@ -213,11 +202,8 @@ class RpcStream:
             self._waiter.set_result(None)
 
     def _top_up(self) -> None:
-        self._num_taken += 1
-        if self._num_taken < self._top_up_at or self._call_id is None:
-            return
         self._num_taken, num_items = 0, self._num_taken
-        if self._streams.core.is_open_call(self._call_id):
+        if self._call_id is not None and self._streams.core.is_open_call(self._call_id):
             self._streams.core.grant(self._call_id, num_items)
             self._streams.link.flush_soon()
 

@@ -50,6 +50,11 @@ class ControlConnections:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{host}:{port}: no connection within {deadline_s:g} s") from error
 
+    @property
+    def peers(self) -> list[PeerIdentity]:
+        """Who is connected now."""
+        return [client.peer for client in self._clients.values() if not client.is_closed]
+
     async def close(self) -> None:
         self._is_closed = True
         clients, self._clients = list(self._clients.values()), {}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import EngineError, InvalidTransition, KvrelayError
 from pd_rpc.tasks import finish_regardless
+from pd_worker.process import let_others_first
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class EngineThread:
             raise
 
     def _run(self) -> None:
+        let_others_first()
         while isinstance(job := self._jobs.get(), _Job):
             self._run_one(job)
         job.answer.resolve([])

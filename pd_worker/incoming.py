@@ -83,6 +83,7 @@ class IncomingHandoff:
         self._error: KvrelayError | None = None
         self._corrupt: set[int] = set()
         self._has_broken = False
+        self._is_all_sent = False
         self._last_news_s = self.issued_s
         self._news = asyncio.Event()
         self._is_closing = False
@@ -109,9 +110,10 @@ class IncomingHandoff:
             self._feed(GivenUp(error))
 
     async def finish(self, first_token: FirstToken) -> list[int]:
-        """The writer's word that everything is sent. Returns what is missing, in order; nothing after the commit.
+        """The writer's word that the rest is on its way. Returns what is missing, in order; nothing after the commit.
 
-        Bounded: it answers when nothing comes any more. Raises StaleTicket, or why the handoff failed meanwhile.
+        What is missing it says after `all_sent`, when nothing comes any more: bounded by the writer's word and, where
+        that does not come, by its lease. Raises StaleTicket, or why the handoff failed meanwhile.
         """
         self._feed(PrefillFinished(self.ticket.ref, first_token, self._loop.time()))
         self._last_news_s = self._loop.time()
@@ -119,20 +121,26 @@ class IncomingHandoff:
             answer_s = self._answer_at_s()
             if answer_s is not None and self._loop.time() >= answer_s:
                 self._corrupt.clear()
-                self._has_broken = False
+                self._has_broken = self._is_all_sent = False
                 return self._life.missing
             await self._wait_for_news(answer_s)
         if self._error is not None:
             raise self._error
         return []
 
+    def all_sent(self) -> None:
+        """Nothing is on its way any more. May come before `finish`. Raises StaleTicket when the handoff has failed."""
+        self.renew()
+        self._is_all_sent = True
+        self._last_news_s = self._loop.time()
+
     @property
     def _is_decided(self) -> bool:
         return self._error is not None or self._life.state is TicketState.COMMITTED
 
     def _answer_at_s(self) -> float | None:
-        """When to say what is missing; None while everything is there and the last writers leave."""
-        if self._life.state is TicketState.SEALING:
+        """When to say what is missing; None while something is on its way, or while the last writers leave."""
+        if not self._is_all_sent or self._life.state is TicketState.SEALING:
             return None
         missing = self._life.missing
         arrival = Arrival(len(missing), len(self._corrupt), self._has_broken, self._last_news_s)

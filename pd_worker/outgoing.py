@@ -2,7 +2,8 @@
 
 chunk done -> digest -> push ------- blocks ------> the ticket's pool
 every lease_s / 3 ------------------ RenewLease --> its worker
-prompt done, all pushed ------------ FinishPrefill -> committed, or missing: push again
+prompt done, last push begins ------ FinishPrefill -> committed, or missing: push again
+last push ended -------------------- AllSent
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kv_transport.digest import block_digest
 from kv_transport.interface import BlockSender
 from pd_core.errors import KvrelayError, LeaseExpired, StaleTicket, WorkerLost
 from pd_core.handoff import (
+    Abandon,
     AskVerdict,
     BlocksMissing,
     BlocksReady,
@@ -29,11 +31,12 @@ from pd_core.handoff import (
     PushEnded,
     ReceiverCommitted,
     ReleaseBlocks,
+    SayAllSent,
     StopPushes,
     step,
 )
 from pd_core.memory import BlockMemory
-from pd_core.messages import AbandonPrefill, FinishPrefill, HandoffVerdict, RenewLease
+from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, RenewLease
 from pd_core.ticket import FirstToken, Ticket
 from pd_rpc.client import RpcClient
 from pd_rpc.tasks import BackgroundTasks, finish_regardless
@@ -79,6 +82,11 @@ class OutgoingPath:
         loop = asyncio.get_running_loop()
         return await finish_regardless(loop.run_in_executor(self._digesting, self._digest_all, list(block_ids)))
 
+    def paths(self) -> dict[str, str]:
+        """How KV goes to each worker that we are connected to, by its name; see BlockSender.path_to."""
+        described = {peer.name: self.sender.path_to(peer.incarnation) for peer in self.control.peers}
+        return {name: path for name, path in described.items() if path}
+
     async def close(self) -> None:
         """Ends what still runs and the connections."""
         await self.tasks.close()
@@ -101,6 +109,8 @@ class OutgoingHandoff:
 
     block_ids:   our blocks of the ticket's range, held by the caller until `on_released`
     on_released: called once; with why the handoff failed, or None when the receiver has committed
+    num_bytes, transfer_s: KV bytes sent so far, and the seconds that they were on the path
+    committed_s: when the receiver's word came that it has all, in loop time
     """
 
     def __init__(
@@ -112,6 +122,8 @@ class OutgoingHandoff:
     ) -> None:
         self.ticket = ticket
         self.num_bytes = 0
+        self.transfer_s = 0.0
+        self.committed_s: float | None = None
         self._path = path
         self._block_ids = list(block_ids)
         self._digests: dict[int, int] = {}
@@ -175,10 +187,13 @@ class OutgoingHandoff:
                 push.add_done_callback(guarded(self._push_ended, self._path.on_failure))
             case AskVerdict(first_token=first_token):
                 self._path.tasks.start(self._ask_verdict(first_token), f"verdict-{self.ticket.ref.ticket_id}")
-            case StopPushes(error=error):
-                self._error = error
+            case SayAllSent():
+                self._path.tasks.start(self._say_all_sent(), f"all-sent-{self.ticket.ref.ticket_id}")
+            case StopPushes():
                 for push in self._pushes:
                     push.cancel()
+            case Abandon(error=error):
+                self._error = error
                 if not self._is_let_go:
                     self._path.counters.add("handoffs_aborted_total")
                 _log.info("handoff given up: %s", error, extra=self._extra)
@@ -206,6 +221,7 @@ class OutgoingHandoff:
             _log.warning("push of %d blocks failed: %s", len(indices), error, extra=self._extra)
             return
         self.num_bytes += receipt.num_bytes
+        self.transfer_s += receipt.seconds
         self._path.counters.add("kv_bytes_sent_total", receipt.num_bytes)
 
     async def _make_digests(self, indices: list[int]) -> None:
@@ -225,19 +241,29 @@ class OutgoingHandoff:
         self._feed(PushEnded())
 
     async def _ask_verdict(self, first_token: FirstToken) -> None:
+        """Takes as long as a push, which may have just begun, and then as long as the receiver thinks."""
         try:
             client = await self._client()
             verdict: HandoffVerdict = await client.call(
-                FinishPrefill(self.ticket.ref, first_token), deadline_s=self._path.push_timeout_s
+                FinishPrefill(self.ticket.ref, first_token), deadline_s=2 * self._path.push_timeout_s
             )
         except KvrelayError as error:
             return self._receiver_failed(error)
         if self._life.is_over:
             return None  # given up while the answer was on its way
         if not verdict.missing:
+            self.committed_s = asyncio.get_running_loop().time()
             return self._feed(ReceiverCommitted())
         _log.warning("%d blocks are missing", len(verdict.missing), extra=self._extra)
         return self._feed(BlocksMissing(verdict.missing))
+
+    async def _say_all_sent(self) -> None:
+        """When it cannot be said, or nobody waits for it any more: the verdict, which is asked for, tells why."""
+        try:
+            client = await self._client()
+            await client.call(AllSent(self.ticket.ref), deadline_s=self._path.push_timeout_s)
+        except KvrelayError as error:
+            _log.debug("nobody was told that all is sent: %s", error, extra=self._extra)
 
     async def _keep_lease(self) -> None:
         """Says that we live, first at once, until cancelled; ends the handoff when nobody hears it."""

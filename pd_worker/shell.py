@@ -70,6 +70,10 @@ class Work(Protocol):
         """Totals that are counted elsewhere, by metric name."""
         ...
 
+    def kv_paths(self) -> Mapping[str, str]:
+        """See WorkerStatus."""
+        ...
+
     def cut(self, error: KvrelayError) -> None:
         """Ends every request with this error."""
         ...
@@ -231,6 +235,7 @@ class WorkerShell:
             pool_tokens=self.ledger.num_blocks * BLOCK_TOKENS,
             counters=counters | dict(work.extra_counters() if work else {}),
             detail=self.engine.invariance_report(),
+            kv_paths=dict(work.kv_paths() if work else {}),
         )
 
 

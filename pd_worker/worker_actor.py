@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from pd_core.messages import WorkerEndpoint
 from pd_rpc.tasks import BackgroundTasks
 from pd_worker.build import Role, build_engine
 from pd_worker.memory import PoolMemory
-from pd_worker.process import log_to, use_cores
+from pd_worker.process import let_others_first, log_to, use_cores
 
 
 class Worker(Protocol):
@@ -71,9 +72,14 @@ class WorkerActor(ABC):
 
     async def start(self) -> WorkerEndpoint:
         """Loads the model, which takes seconds, and listens. Raises ModelError, ConfigError, EngineError, OSError."""
-        engine, memory = await asyncio.to_thread(
-            build_engine, self.config, self.role, self._num_threads, self._cache_dir
-        )
+        # In a thread of its own: those that the engine starts to compute with are as this one is.
+        building = ThreadPoolExecutor(1, "build-engine", initializer=let_others_first)
+        try:
+            engine, memory = await asyncio.get_running_loop().run_in_executor(
+                building, build_engine, self.config, self.role, self._num_threads, self._cache_dir
+            )
+        finally:
+            building.shutdown(wait=False)  # one that is cancelled in the middle ends by itself
         self._memory = memory
         worker = self._worker = self.make_worker(engine, memory)
         endpoint = await worker.start()

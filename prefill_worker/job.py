@@ -86,8 +86,15 @@ class PrefillJob:
         num_ready = 0 if self.handoff is None else self.handoff.num_ready
         return indices_done(self.ticket, num_ready, end, self.num_prompt)
 
-    def report(self, now_s: float) -> PrefillDone:
+    def report(self) -> PrefillDone:
         """What the handoff was, for the router."""
-        num_bytes = 0 if self.handoff is None else self.handoff.num_bytes
-        push_s = now_s - self.first_token_s if self.first_token_s else 0.0
-        return PrefillDone(self.chunks, sum(chunk.took_s for chunk in self.chunks), push_s, num_bytes)
+        handoff, push_s = self.handoff, 0.0
+        if handoff is not None and handoff.committed_s is not None:
+            push_s = handoff.committed_s - self.first_token_s
+        return PrefillDone(
+            self.chunks,
+            compute_s=sum(chunk.took_s for chunk in self.chunks),
+            push_s=push_s,
+            num_bytes=0 if handoff is None else handoff.num_bytes,
+            transfer_s=0.0 if handoff is None else handoff.transfer_s,
+        )

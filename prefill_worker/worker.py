@@ -109,6 +109,9 @@ class PrefillWorker:
     def extra_counters(self) -> dict[str, float]:
         return {}
 
+    def kv_paths(self) -> dict[str, str]:
+        return self._path.paths()
+
     def cut(self, error: KvrelayError) -> None:
         for job in list(self._jobs.values()):
             self._end(job, error)
@@ -225,7 +228,7 @@ class PrefillWorker:
         if job.is_finished:
             error = None
         if error is None:
-            job.outbox.try_put(job.report(self._loop.time()))
+            job.outbox.try_put(job.report())
         job.end(error)
         self._runner.reconsider()
         job.is_released = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from pd_core.request import FinishReason
 from pd_model.detokenize import IncrementalDetokenizer
 from pd_model.stop_strings import StopFinder
 from pd_model.tokenizer import Tokenizer
-from router.request_run import TokenEvent
+from router.unread import TokenEvent
 
 
 class AnswerText:
@@ -21,7 +22,7 @@ class AnswerText:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._finder = StopFinder(stops) if stops else None
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")  # small: a reply that nobody reads may have thousands
         self.finish: FinishReason | None = None
 
     def add(self, events: Sequence[TokenEvent]) -> str:
@@ -32,24 +33,23 @@ class AnswerText:
                 break
             self.token_ids.append(event.token)
             if event.finish is not FinishReason.STOP:  # the token that ends a text has none
-                pieces.append(self._past_stops(self._detokenizer.push(event.token)))
+                text = self._detokenizer.push(event.token)
+                pieces.append(text if self._finder is None else self._past_stops(text, self._finder))
             if event.finish is not None:
                 pieces.append(self._rest(event.finish))
         return "".join(pieces) if len(pieces) != 1 else pieces[0]
 
-    def _past_stops(self, text: str) -> str:
-        if self._finder is None:
-            return text
-        text = self._finder.push(text)
-        if self._finder.is_hit:
+    def _past_stops(self, text: str, finder: StopFinder) -> str:
+        text = finder.push(text)
+        if finder.is_hit:
             self.finish = FinishReason.STOP
         return text
 
     def _rest(self, finish: FinishReason) -> str:
         """What was held back: a character that is not complete, the beginning of a stop."""
-        rest = self._past_stops(self._detokenizer.finish())
+        rest = self._detokenizer.finish()
         if self._finder is not None:
-            rest += self._finder.finish()
+            rest = self._past_stops(rest, self._finder) + self._finder.finish()
             if self._finder.is_hit:
                 finish = FinishReason.STOP
         self.finish = finish

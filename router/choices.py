@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from pd_core.errors import Cancelled
+from pd_core.errors import KvrelayError
 from pd_core.request import GenerateRequest
-from router.request_run import RequestRun, TokenEvent
+from router.request_run import RequestRun
+from router.rounds import Rounds
 from router.serving import Serving
+from router.unread import TokenEvent
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -25,35 +28,40 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1
 
 
+Take = Callable[[Sequence[tuple[int, list[TokenEvent]]]], bool]
+"""Takes (choice, its events) pairs; whether it wants more now."""
+
+
 class Choices:
-    """Runs that are read as one stream of (choice, events). `leave` comes in the end, whatever happens."""
+    """Runs that are read as one stream of (choice, events). `leave` comes in the end, whatever happens.
 
-    def __init__(self, runs: Sequence[RequestRun]) -> None:
+    What nobody has taken yet lies in the runs, and not here. rounds: when what has come is handed on
+    """
+
+    def __init__(self, runs: Sequence[RequestRun], rounds: Rounds) -> None:
         self.runs = runs
-        self._readers: list[asyncio.Task[None]] = []
-        self._ready: list[tuple[int, list[TokenEvent]]] = []
-        self._news = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._rounds = rounds
+        self._with_news: dict[int, None] = {}  # in the order in which it came
+        self._reader: tuple[Take, asyncio.Future[None]] | None = None
+        self._failure: KvrelayError | None = None
+        for choice, run in enumerate(runs):
+            run.watch(partial(self._came, choice))
+            self._came(choice)
 
-    async def next_events(self) -> list[tuple[int, list[TokenEvent]]]:
-        """What has come since the last call, at least something of one choice; a choice's last event says so.
+    async def for_each(self, take: Take) -> None:
+        """Hands what comes to `take`, until that says False: at first what lies here, later whatever a round brings.
 
-        Not to be called when all have ended. Raises what the first choice failed with, and Cancelled after `leave`.
+        `take` is called outside this task, so that none has to be woken for a token, and it must return at once. A
+        choice's last event says that it is. Not to be called when all choices have ended. Raises what the first choice
+        failed with, after what had come before; Cancelled after `leave`; and what `take` raises.
         """
-        if len(self.runs) == 1:
-            return [(0, await self.runs[0].next_events())]
-        if not self._readers:
-            loop = asyncio.get_running_loop()
-            self._readers = [loop.create_task(self._read(*numbered)) for numbered in enumerate(self.runs)]
-            for reader in self._readers:
-                reader.add_done_callback(self._reader_ended)
-        while not self._ready:
-            if self._failure is not None:
-                raise self._failure
-            self._news.clear()
-            await self._news.wait()
-        ready, self._ready = self._ready, []
-        return ready
+        if not self._hand_over(take):
+            return
+        self._reader = take, asyncio.get_running_loop().create_future()
+        try:
+            await self._reader[1]
+        finally:
+            self._reader = None
 
     def complete(self, choice: int) -> None:
         """Its text is complete; what its workers would still make is not wanted."""
@@ -63,24 +71,49 @@ class Choices:
         """Nobody reads any more: ends whatever has not ended."""
         for run in self.runs:
             run.leave()
-        for reader in self._readers:
-            reader.cancel()
-        self._fail(Cancelled(f"the client has left {self.runs[0].request.request_id} and its other choices"))
+            run.watch(lambda: None)  # it may be kept longer than its reader
 
-    async def _read(self, choice: int, run: RequestRun) -> None:
-        """Takes the choice's tokens over; what lies here unread is bounded as it is in the run."""
-        while events := await run.next_events():
-            self._ready.append((choice, events))
-            self._news.set()
+    def _came(self, choice: int) -> None:
+        if not self._with_news and self._reader is not None:
+            self._rounds.soon(self._hand_over_to_reader)
+        self._with_news[choice] = None
 
-    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        if not reader.cancelled() and (error := reader.exception()) is not None:
-            self._fail(error)
+    def _hand_over_to_reader(self) -> None:
+        if self._reader is None or self._reader[1].done():
+            return
+        take, waiter = self._reader
+        try:
+            if self._hand_over(take):
+                return
+        except Exception as error:
+            waiter.set_exception(error)
+        else:
+            waiter.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._news.set()
+    def _hand_over(self, take: Take) -> bool:
+        while self._with_news:
+            taken = self._collect()
+            if taken and not take(taken):
+                return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _collect(self) -> list[tuple[int, list[TokenEvent]]]:
+        choices, self._with_news = self._with_news, {}
+        taken = []
+        for choice in choices:
+            run = self.runs[choice]
+            try:
+                events = run.take_events()
+            except KvrelayError as error:
+                self._failure = self._failure or error
+                continue
+            if events:
+                taken.append((choice, events))
+                if run.timeline.ended_s is not None:
+                    self._with_news[choice] = None  # behind its last tokens may be an error
+        return taken
 
 
 def open_choices(serving: Serving, requests: Sequence[GenerateRequest], arrived_s: float) -> Choices:
@@ -91,6 +124,6 @@ def open_choices(serving: Serving, requests: Sequence[GenerateRequest], arrived_
             runs.append(serving.open(request, arrived_s))
     except BaseException:
         for run in runs:
-            run.leave()
+            serving.withdraw(run)
         raise
-    return Choices(runs)
+    return Choices(runs, serving.rounds)

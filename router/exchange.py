@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Sequence
 
 from pd_core.errors import Cancelled, KvrelayError
 from router.http_errors import Headers, error_json
-from router.http_reply import Scope, Send, header, send_error, send_json
+from router.http_reply import TRY_WRITE, Scope, Send, TryWrite, header, send_error, send_json
 from router.request_run import RequestRun
 
 access_log = logging.getLogger("router.access")
@@ -39,6 +39,7 @@ class Exchange:
         self.created = int(time.time())
         self.request_id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.client_id = (header(scope, b"x-request-id") or b"")[:MAX_ECHOED_ID].decode("latin-1")
+        self._try_write: TryWrite | None = scope.get("extensions", {}).get(TRY_WRITE)
         self.headers: Headers = [(b"x-request-id", (self.client_id or self.request_id).encode("latin-1"))]
         self.runs: Sequence[RequestRun] = ()
         self.status = 500
@@ -57,8 +58,12 @@ class Exchange:
         self.status = 200
         await self.send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self.headers]})
 
+    def try_stream(self, chunk: bytes) -> bool:
+        """Events of a stream that has begun, one or several. False, and nothing was done, when that has to wait."""
+        return self.has_started and self._try_write is not None and self._try_write(chunk)
+
     def stream(self, chunk: bytes) -> Awaitable[None]:
-        """Events of a stream, one or several."""
+        """The same, as soon as the client has read enough of what was sent before."""
         return self.send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end_stream(self, chunk: bytes) -> None:

@@ -22,8 +22,8 @@ from router.exchange import Exchange
 from router.http_reply import Receive, Scope, Send, read_body, wait_for_disconnect
 from router.prompt import unless_left
 from router.reply_parts import Answer, ReplyHead, usage_of
-from router.request_run import TokenEvent
 from router.serving import Serving
+from router.unread import TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,18 @@ class Api(Protocol[AnyCall]):
     def events(self, head: ReplyHead, num_choices: int, *, is_usage_asked: bool) -> Events: ...
 
 
+class ReplyObserver(Protocol):
+    """Who counts replies."""
+
+    def replied(self, status: int) -> None:
+        """A request has ended."""
+        ...
+
+    def prompt_answered(self, num_tokens: int) -> None:
+        """A prompt's first choice has its first token."""
+        ...
+
+
 class _Work(msgspec.Struct):
     """What is done for one exchange. prompts: of each choice"""
 
@@ -99,14 +111,27 @@ class _Work(msgspec.Struct):
     choices: Choices
     answers: list[AnswerText]
     head: ReplyHead
+    observer: ReplyObserver
 
     @property
     def usage(self) -> dict[str, int]:
         return usage_of(self.num_prompt, sum(len(answer.token_ids) for answer in self.answers))
 
+    def add(self, index: int, events: Sequence[TokenEvent]) -> str:
+        """The text that is final now; the work ends when it is complete. What counts is what `usage` counts."""
+        answer = self.answers[index]
+        num_before = len(answer.token_ids)
+        text = answer.add(events)
+        self.choices.runs[index].given(events[: len(answer.token_ids) - num_before])
+        if num_before == 0 and index % self.options.num_choices == 0:
+            self.observer.prompt_answered(len(self.prompts[index]))
+        if answer.finish is not None:
+            self.choices.complete(index)
+        return text
+
 
 class GenerateEndpoint(Generic[AnyCall]):
-    """An ASGI application for one route. on_reply: told the status of every request that ends."""
+    """An ASGI application for one route."""
 
     def __init__(
         self,
@@ -115,7 +140,7 @@ class GenerateEndpoint(Generic[AnyCall]):
         assets: ModelAssets,
         config: RouterConfig,
         clock: Callable[[], float],
-        on_reply: Callable[[int], None],
+        observer: ReplyObserver,
     ) -> None:
         self._api = api
         self._serving = serving
@@ -123,7 +148,7 @@ class GenerateEndpoint(Generic[AnyCall]):
         self._max_body_bytes = config.max_body_bytes
         self._watchers = BackgroundTasks()
         self._clock = clock
-        self._on_reply = on_reply
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api = self._api
@@ -138,7 +163,7 @@ class GenerateEndpoint(Generic[AnyCall]):
             logger.exception("a %s request failed", api.name, extra={"request_id": exchange.request_id})
             await exchange.fail(KvrelayError("internal error in the router; see its log"))
         finally:
-            self._on_reply(exchange.status)
+            self._observer.replied(exchange.status)
             exchange.log(self._clock())
 
     async def _answer(self, exchange: Exchange, receive: Receive) -> None:
@@ -166,6 +191,7 @@ class GenerateEndpoint(Generic[AnyCall]):
             choices,
             [AnswerText(self._assets.tokenizer, options.stops) for _ in requests],
             ReplyHead(exchange.request_id, exchange.created, self._assets.name),
+            self._observer,
         )
         try:
             if options.is_stream:
@@ -201,15 +227,19 @@ class GenerateEndpoint(Generic[AnyCall]):
     async def _reply_whole(self, exchange: Exchange, work: _Work) -> None:
         texts = [""] * len(work.answers)
         num_open = len(work.answers)
-        while num_open:
-            for index, events in await work.choices.next_events():
+
+        def take(news: Sequence[tuple[int, list[TokenEvent]]]) -> bool:
+            nonlocal num_open
+            for index, events in news:
                 answer = work.answers[index]
                 if answer.finish is not None:
                     continue
-                texts[index] += answer.add(events)
+                texts[index] += work.add(index, events)
                 if answer.finish is not None:
                     num_open -= 1
-                    work.choices.complete(index)
+            return num_open > 0
+
+        await work.choices.for_each(take)
         with_ids = work.options.with_token_ids
         answers = [_whole_answer(*one, with_ids=with_ids) for one in zip(texts, work.answers, strict=True)]
         await exchange.reply(self._api.whole(work.head, answers, work.usage, work.prompts if with_ids else None))
@@ -218,31 +248,39 @@ class GenerateEndpoint(Generic[AnyCall]):
         """One write for what has come since the last: usually a token, more when the client reads slowly."""
         num_open = len(work.answers)
         writer = self._api.events(work.head, num_open, is_usage_asked=work.options.with_usage)
-        while num_open:
+        unsent = b""
+
+        def take(news: Sequence[tuple[int, list[TokenEvent]]]) -> bool:
+            nonlocal num_open, unsent
             chunk = b""
-            for index, events in await work.choices.next_events():
+            for index, events in news:
                 answer = work.answers[index]
                 if answer.finish is not None:
                     continue
                 chunk += _chunk(writer, work, index, events)
                 if answer.finish is not None:
                     num_open -= 1
-                    work.choices.complete(index)
                     chunk += writer.finish(index, answer.finish)
+            if num_open and (not chunk or exchange.try_stream(chunk)):
+                return True
+            unsent = chunk
+            return False
+
+        while num_open:
+            await work.choices.for_each(take)
             if not exchange.has_started:
                 await exchange.start_stream()
-            if not num_open:
-                await exchange.end_stream(chunk + writer.end(work.usage))
-            elif chunk:
-                await exchange.stream(chunk)
+            if num_open:
+                await exchange.stream(unsent)
+        await exchange.end_stream(unsent + writer.end(work.usage))
 
 
 def _chunk(writer: Events, work: _Work, index: int, events: Sequence[TokenEvent]) -> bytes:
     """What these tokens have to say; nothing while their text is held back."""
     answer, with_ids = work.answers[index], work.options.with_token_ids
     num_before = len(answer.token_ids)
-    text = answer.add(events)
-    ids = answer.token_ids[num_before:] if with_ids else None
+    text = work.add(index, events)
+    ids = answer.token_ids[num_before:].tolist() if with_ids else None
     if num_before == 0:
         return writer.first(index, text, ids, work.prompts[index] if with_ids else None)
     return writer.text(index, text, ids) if text or with_ids else b""
@@ -250,4 +288,4 @@ def _chunk(writer: Events, work: _Work, index: int, events: Sequence[TokenEvent]
 
 def _whole_answer(text: str, answer: AnswerText, *, with_ids: bool) -> Answer:
     assert answer.finish is not None  # noqa: S101 - narrows: all were read to their end
-    return Answer(text, answer.finish, answer.token_ids if with_ids else None)
+    return Answer(text, answer.finish, answer.token_ids.tolist() if with_ids else None)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from pd_core.config import RouterConfig
 from pd_core.errors import InvalidRequest, KvrelayError, NotFound, UnknownModel
 from pd_model.model_assets import ModelAssets
+from router.api_fields import MAX_CHOICES
 from router.chat_api import ChatApi
 from router.completion_api import CompletionApi
 from router.generate_endpoint import GenerateEndpoint
@@ -46,8 +47,8 @@ def build_app(
     reader = PromptReader(assets, max_waiting=config.max_queue)
     chat, completion = ChatApi(assets, reader), CompletionApi(assets, reader)
     generators: dict[str, ASGIApp] = {
-        "/v1/chat/completions": GenerateEndpoint(chat, serving, assets, config, clock, metrics.replied),
-        "/v1/completions": GenerateEndpoint(completion, serving, assets, config, clock, metrics.replied),
+        "/v1/chat/completions": GenerateEndpoint(chat, serving, assets, config, clock, metrics),
+        "/v1/completions": GenerateEndpoint(completion, serving, assets, config, clock, metrics),
     }
     app = Starlette(
         routes=[
@@ -92,7 +93,7 @@ class _Pages:
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        return _json(request_page(request_id, self._serving.timelines(request_id)))
+        return _json(request_page(request_id, self._serving.timelines(request_id, MAX_CHOICES)))
 
     async def health(self, _request: Request) -> Response:
         return _json({"status": "alive"})

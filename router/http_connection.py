@@ -19,10 +19,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pd_core.errors import InvalidRequest, KvrelayError, Unavailable
 from router.http_errors import error_headers, error_json
+from router.http_reply import TRY_WRITE
 
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("router.access")
 
+WRITE_BUFFER_BYTES = 16 * 1024
+"""Of a reply, in our own memory, before its writer has to wait: the kernel keeps much more for each client."""
 LINGER_S = 1.0
 """How long a client that is refused may go on sending before its connection is cut."""
 
@@ -91,6 +94,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if len(self.connections) > self.limits.connections:
             self._say(TooManyConnections(f"{self.limits.connections} connections are open, which is the limit"))
             self.transport.close()
@@ -140,6 +144,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_fields = 0
         self._is_in_head = self._is_in_message = True
         super().on_message_begin()
+        self.scope["extensions"] = {TRY_WRITE: self._try_write}  # type: ignore[dict-item] # typed as serialisable
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
@@ -162,6 +167,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_idle_bytes = 0
         self._is_in_message = False
         super().on_message_complete()
+
+    def _try_write(self, piece: bytes) -> bool:
+        """Of the reply under way: there is one at a time."""
+        if self.flow.write_paused or self.cycle.disconnected or not self.cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
     def _is_replying(self) -> bool:
         """A whole request was read, and its reply is not complete."""

@@ -13,6 +13,11 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+TryWrite = Callable[[bytes], bool]
+TRY_WRITE = "kvrelay.try_write"
+"""Extension of the scope, a TryWrite: writes a piece of a body that has begun, and more will follow, without a
+coroutine. False, and nothing was written, when `send` would wait."""
+
 BODY_S = 30.0
 
 

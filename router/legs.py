@@ -17,6 +17,7 @@ from pd_core.messages import (
     Preempted,
     PrefillDone,
     PromptAdmitted,
+    PromptComputed,
     StartBoth,
     StartDecode,
     StartPrefill,
@@ -89,9 +90,9 @@ def event_of(leg: Leg, message: Any, request: GenerateRequest, life: RequestLife
 
     Raises ProtocolError for a message that this leg cannot bring.
     """
+    if type(message) is TokenMade:  # nearly every message
+        return TokenReceived(leg, message.index - request.first_index, message.token, message.finish)
     match leg, message:
-        case _, TokenMade(index=index, token=token, finish=finish):
-            return TokenReceived(leg, index - request.first_index, token, finish)
         case Leg.DECODE, TicketGranted(ticket=ticket):
             of = (ticket.request_id, ticket.ref.attempt)
             if of != (request.request_id, life.attempt):
@@ -103,7 +104,7 @@ def event_of(leg: Leg, message: Any, request: GenerateRequest, life: RequestLife
             return KvCommitted()
         case Leg.DECODE, Preempted(num_made=num_made):
             return SequencePreempted(num_made)
-        case Leg.PREFILL, PrefillDone():
+        case (Leg.PREFILL, PrefillDone()) | (Leg.DECODE, PromptComputed()):
             return None
         case _:
             raise ProtocolError(f"the {leg.value} leg brought {type(message).__name__}: {life.story()}")

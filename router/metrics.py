@@ -34,8 +34,18 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
-        self._prompt_tokens = Counter("kvrelay_prompt_tokens", "Tokens of prompts", registry=self.registry)
+        self._prompt_tokens = Counter(
+            "kvrelay_prompt_tokens",
+            "Tokens of prompts that had an answer, each prompt once however many choices it has",
+            registry=self.registry,
+        )
         self._kv_bytes = Counter("kvrelay_handoff_bytes", "KV bytes handed over", ["path"], registry=self.registry)
+        self._transfer = Counter(
+            "kvrelay_transfer_seconds",
+            "Seconds that KV was on its way; kvrelay_handoff_bytes by this is the speed of the path",
+            ["path"],
+            registry=self.registry,
+        )
         self._ttft = self._seconds("kvrelay_ttft_seconds", "From a request's arrival to its first token")
         self._queue = self._seconds("kvrelay_queue_seconds", "From a request's arrival in the queue to its turn")
         self._e2e = self._seconds("kvrelay_e2e_seconds", "From a request's arrival to its end, if it finished")
@@ -61,6 +71,7 @@ class RouterMetrics:
         )
         self._gaps = TokenGaps()
         self.registry.register(self._gaps)
+        self.token_given = self._gaps.add
 
     def _seconds(self, name: str, sentence: str) -> Histogram:
         return Histogram(name, sentence, registry=self.registry, buckets=_SECONDS)
@@ -68,12 +79,11 @@ class RouterMetrics:
     def replied(self, status: int) -> None:
         self._replies.labels(str(status)).inc()
 
-    def token_came(self, gap_s: float | None) -> None:
-        self._gaps.add(gap_s)
+    def prompt_answered(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
 
     def request_over(self, timeline: Timeline) -> None:
         self._outcomes.labels(timeline.outcome).inc()
-        self._prompt_tokens.inc(timeline.num_prompt)
         if timeline.ttft_s is not None:
             self._ttft.observe(timeline.ttft_s)
         if timeline.queue_s is not None:
@@ -82,11 +92,12 @@ class RouterMetrics:
             self._e2e.observe(timeline.e2e_s)
         if timeline.num_kv_bytes is not None and timeline.path is not None:
             self._kv_bytes.labels(timeline.path).inc(timeline.num_kv_bytes)
+            self._transfer.labels(timeline.path).inc(timeline.transfer_s or 0.0)
             self._handoff.labels(timeline.path).observe(timeline.handoff_s or 0.0)
             if timeline.exposed_s is not None:
                 self._exposed.labels(timeline.path).observe(timeline.exposed_s)
         self._preemptions.inc(timeline.num_preemptions)
-        self._refusals.inc(max(0, timeline.num_attempts - 1))
+        self._refusals.inc(timeline.num_refusals)
 
     def watch(self, serving: Serving, clock: Callable[[], float]) -> None:
         """Adds what is read at the moment of a scrape."""

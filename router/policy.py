@@ -22,10 +22,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from pd_core.layout import blocks_for
+from pd_core.layout import blocks_for, growth_room
 from router.pace import expected_s, slowness
 from router.progress import OurWork
-from router.view import GROWTH_BLOCKS, ClusterView, Health, Role, WorkerView
+from router.view import ClusterView, Health, Role, WorkerView
 
 OVERCOMMIT = 1.5
 """Blocks that ours will probably have in the end, all at once, in pools: they grow and end at different times."""
@@ -61,7 +61,7 @@ class Demand(msgspec.Struct, frozen=True):
     @property
     def num_growth_blocks(self) -> int:
         """Free blocks beside the prompt's at which a decode worker admits it."""
-        return min(GROWTH_BLOCKS, self.num_most_blocks - self.num_prompt_blocks)
+        return growth_room(self.num_prompt_blocks, self.num_most_blocks)
 
     def rank(self, now_s: float, ageing_tokens_per_s: float) -> float:
         """Its place in the order of prompts: shorter first, and who waits counts as shorter."""

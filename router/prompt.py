@@ -7,13 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pd_core.errors import Cancelled, ContextLengthExceeded, Overloaded
+from pd_model.chat import REPLACEMENT
 from pd_model.model_assets import ModelAssets
+from pd_model.tokenizer import GUARD
 from pd_rpc.tasks import finish_regardless
 
 T = TypeVar("T")
 
 LONG_CHARACTERS = 8192
 """From which on a prompt is tokenised beside the event loop, not on it."""
+MESSAGE_CHARACTERS = 64
+"""A message counts as so many more: the chat template takes its time for one without text, too."""
 MAX_AT_ONCE = 2
 RETRY_S = 1.0
 
@@ -34,7 +38,7 @@ class PromptReader:
         stop it from outside.
         Raises InvalidRequest from template and tokenizer, ContextLengthExceeded, Overloaded when too many wait.
         """
-        num_characters = sum(len(message["content"]) for message in messages)
+        num_characters = sum(MESSAGE_CHARACTERS + len(message["content"]) for message in messages)
         return await self._in_turn(num_characters, lambda: self._chat_tokens(messages, max_tokens))
 
     async def read_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
@@ -61,7 +65,7 @@ class PromptReader:
 
     def _text_tokens(self, text: str, max_tokens: int) -> list[int]:
         prefix = list(self._assets.tokenizer.text_prefix)
-        tokens = self._tokens(text, max_tokens)
+        tokens = self._tokens(text.replace(GUARD, REPLACEMENT), max_tokens)  # GUARD is for chat templates alone
         # Who has written the beginning of the text himself does not want it twice.
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 

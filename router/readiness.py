@@ -56,5 +56,6 @@ def _worker(view: ClusterView, worker: WorkerView, now_s: float) -> dict[str, An
             "blocks": msgspec.to_builtins(status.blocks),
             "counters": status.counters,
             "engine": status.detail,
+            "kv_paths": status.kv_paths,
         }
     return known

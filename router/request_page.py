@@ -70,7 +70,7 @@ def _placement(timeline: Timeline, note: PlacementNote) -> dict[str, Any]:
 
 
 def _prefill(timeline: Timeline) -> dict[str, Any] | None:
-    """As the prefill worker measured it; None before it has said so, and where decode computed the prompt."""
+    """As the worker that computed the prompt measured it; None before it has said so."""
     if timeline.num_chunks is None:
         return None
     return {
@@ -91,19 +91,22 @@ def _prefill(timeline: Timeline) -> dict[str, Any] | None:
 def _transfer(timeline: Timeline) -> dict[str, Any] | None:
     """How the KV went over; None where it did not, or not yet.
 
-    It begins with the ticket and overlaps with computing, so bytes by its whole time is a lower bound of the path's
-    speed. exposed_ms is what it adds: from the first token to the moment at which decode had all.
+    From ticket to commit it overlaps with computing. What it adds to that: exposed_ms, from the first token to the
+    moment at which decode had all, by the router's clock, and push_ms, the same as the prefill worker saw it.
+    path_ms is how long KV was on its way, all pushes together, and gb_per_s how fast it was then.
     """
     if timeline.path is None or timeline.num_kv_bytes is None:
         return None
-    handoff_s = timeline.handoff_s
+    speed = timeline.bytes_per_s
     return {
         "path": timeline.path,
         "num_blocks": timeline.num_kv_blocks,
         "num_bytes": timeline.num_kv_bytes,
-        "ticket_to_commit_ms": _ms(handoff_s),
+        "ticket_to_commit_ms": _ms(timeline.handoff_s),
         "exposed_ms": _ms(timeline.exposed_s),
-        "gb_per_s": round(timeline.num_kv_bytes / handoff_s / 1e9, 4) if handoff_s else None,
+        "push_ms": _ms(timeline.push_s),
+        "path_ms": _ms(timeline.transfer_s),
+        "gb_per_s": None if speed is None else round(speed / 1e9, 4),
     }
 
 

@@ -3,23 +3,24 @@
     host --Placed--> machine --Open...--> a task per leg --messages as events--> machine
                         '--Deliver, Fail--> the buffer that the client's side reads
 
-A leg is one stream of one worker, read by one task. The buffer needs no bound of its own: it holds what the client has
-not read yet, so at most the request's `max_tokens`, which fit into the context; thus a client that reads slowly holds
-up nobody else on the worker's connection and loses nothing.
+A leg is one stream of one worker, read by one task. The buffer (`unread`) needs no bound of its own: it holds what the
+client has not read yet, so at most the request's `max_tokens`, which fit into the context; thus a client that reads
+slowly holds up nobody else on the worker's connection and loses nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, WorkerLost
-from pd_core.messages import HandoffCommitted, PrefillDone, StartBoth, StartDecode, StartPrefill
-from pd_core.request import FinishReason, GenerateRequest
+from pd_core.messages import HandoffCommitted, PrefillDone, PromptComputed, StartBoth, StartDecode, StartPrefill
+from pd_core.request import GenerateRequest
 from pd_core.request_life import (
     AnswerComplete,
     ClientLeft,
@@ -50,18 +51,10 @@ from router.legs import LegCall, PlacedLeg, WorkerStream, event_of, event_of_err
 from router.policy import Demand, Placement
 from router.step_clock import StepClock, StepDeadlines
 from router.timeline import PlacementNote, Timeline
+from router.unread import TokenEvent, UnreadTokens
 from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
-
-
-class TokenEvent(msgspec.Struct, frozen=True):
-    """One token of the client's stream, in order. at_s: when it reached the router; finish: set on the last."""
-
-    index: int
-    token: int
-    finish: FinishReason | None
-    at_s: float
 
 
 class RunHost(Protocol):
@@ -106,7 +99,9 @@ class RunHost(Protocol):
 
     def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None: ...
 
-    def token_came(self, gap_s: float | None) -> None: ...
+    def token_given(self, gap_s: float | None) -> None:
+        """gap_s: see Observer"""
+        ...
 
     def run_over(self, run: RequestRun) -> None: ...
 
@@ -141,8 +136,8 @@ class RequestRun:
         self._ends_s = arrived_s + deadline_s
         self._deadline_s = deadline_s
         self._placement: Placement | None = None
-        self._ready: list[TokenEvent] = []
-        self._reader: asyncio.Future[None] | None = None
+        self._unread = UnreadTokens(request.first_index)
+        self._news: Callable[[], None] = lambda: None
         self._error: KvrelayError | None = None
 
     # what the client's side uses
@@ -156,17 +151,35 @@ class RequestRun:
 
         Raises what the request failed with, after its tokens have been read; Cancelled after `leave`.
         """
-        while not self._ready:
-            if self._life.is_over:
-                if self._error is not None:
-                    raise self._error
-                if self._life.state is RequestState.CANCELLED:
-                    raise Cancelled(f"the client has left: {self._life.story()}")
-                return []
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        events, self._ready = self._ready, []
+        while (events := self.take_events()) is None:
+            reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.watch(partial(_wake, reader))
+            await reader
         return events
+
+    def take_events(self) -> list[TokenEvent] | None:
+        """The same without waiting: None when nothing has come."""
+        if events := self._unread.take():
+            return events
+        if not self._life.is_over:
+            return None
+        if self._error is not None:
+            raise self._error
+        if self._life.state is RequestState.CANCELLED:
+            raise Cancelled(f"the client has left: {self._life.story()}")
+        return []
+
+    def watch(self, on_news: Callable[[], None]) -> None:
+        """Has `on_news` called whenever there may be something to take; who watched before does so no more."""
+        self._news = on_news
+
+    def given(self, events: Iterable[TokenEvent]) -> None:
+        """The reader has made these a part of the answer: they count. Those behind a stop string never do."""
+        timeline = self.timeline
+        for event in events:
+            last_s, timeline.last_token_s = timeline.last_token_s, event.at_s
+            timeline.num_tokens += 1
+            self._host.token_given(None if last_s is None else event.at_s - last_s)
 
     def leave(self) -> None:
         """Nobody reads any more. Nothing happens when the request is over."""
@@ -219,8 +232,11 @@ class RequestRun:
         if self._life is not before:
             self._note(event, now_s)
         for command in commands:
-            self._carry_out(command, now_s)
-        if self._life.is_over and not before.is_over:
+            if type(command) is Deliver:  # nearly every command
+                self._deliver(command, now_s)
+            else:
+                self._carry_out(command, now_s)
+        if self._life.state is not before.state and self._life.is_over:
             self._end(now_s)
         elif isinstance(event, LegRefused) and self._life is not before:
             self._give_turn_back(event.leg)
@@ -231,12 +247,10 @@ class RequestRun:
         """Writes down what has happened, and tells the clock and the host of it."""
         timeline, clock = self.timeline, self._clock
         match event:
-            case TokenReceived(leg=Leg.PREFILL) if clock.is_preempted:
-                pass  # a late copy of the first token: decode's sequence waits as before
-            case TokenReceived():
-                if clock.is_preempted:
+            case TokenReceived():  # first: nearly every event
+                # A late copy of the first token, prefill's, does not end a preemption: decode's sequence waits on.
+                if (event.leg is Leg.DECODE or not clock.is_preempted) and clock.token_came(now_s):
                     self._host.leg_resumed(self._legs[Leg.DECODE].ref, self.work_id)
-                clock.token_came(now_s)
             case Placed():
                 self._note_placement(event, now_s)
                 clock.placed(now_s)
@@ -252,6 +266,7 @@ class RequestRun:
                 clock.preempted(now_s)
                 self._host.leg_preempted(self._legs[Leg.DECODE].ref, self.work_id)
             case LegRefused():
+                timeline.turn_given_back()
                 clock.stop()
 
     def _note_placement(self, event: Placed, now_s: float) -> None:
@@ -264,8 +279,6 @@ class RequestRun:
 
     def _carry_out(self, command: RequestCommand, now_s: float) -> None:
         match command:
-            case Deliver(index=index, token=token, finish=finish):
-                self._deliver(TokenEvent(self.request.first_index + index, token, finish, now_s))
             case OpenDecode():
                 self._open_leg(Leg.DECODE, StartDecode(self.request, self._life.attempt), now_s)
             case OpenBoth():
@@ -277,26 +290,20 @@ class RequestRun:
             case Fail(error=error):
                 self._error = error
 
-    def _deliver(self, event: TokenEvent) -> None:
-        timeline = self.timeline
-        if timeline.last_token_s is None:
-            timeline.first_token_s = event.at_s
+    def _deliver(self, command: Deliver, now_s: float) -> None:
+        if command.index == 0:
+            self.timeline.first_token_s = now_s
             computing = Leg.PREFILL if Leg.PREFILL in self._legs else Leg.DECODE
-            self._host.prompt_computed(self._legs[computing].ref, self.work_id, timeline.num_prompt)
-            self._host.token_came(None)
-        else:
-            self._host.token_came(event.at_s - timeline.last_token_s)
-        timeline.last_token_s = event.at_s
-        timeline.num_tokens += 1
-        self._ready.append(event)
-        self._wake_reader()
+            self._host.prompt_computed(self._legs[computing].ref, self.work_id, self.timeline.num_prompt)
+        self._unread.add(command.token, command.finish, now_s)
+        self._news()
 
     def _end(self, now_s: float) -> None:
         self.timeline.ended_s = now_s
         self.timeline.outcome = self._life.state.value
         if self._error is not None:
             self.timeline.error = self._error.code
-        self._wake_reader()
+        self._news()
         legs, self._legs = self._legs, {}
         self._host.run_over(self)
         self._release_unopened(legs, self.work_id)
@@ -314,10 +321,6 @@ class RequestRun:
         for leg in legs.values():
             if leg.task is None:
                 self._host.leg_over(leg.ref, work_id, 0, None)
-
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def _open_leg(self, leg: Leg, body: LegCall, now_s: float) -> None:
         ref, work_id = self._legs[leg].ref, self.work_id
@@ -360,6 +363,8 @@ class RequestRun:
         """A message of a leg has come; whether more of it is wanted. Called by the leg's stream, outside its task."""
         if type(message) is PrefillDone:  # a report; it is taken after the last token too
             self.timeline.prefilled(message)
+        elif type(message) is PromptComputed:  # so is this
+            self.timeline.prompt_computed(message)
         if attempt != self._life.attempt or leg not in self._life.open_legs:
             return False
         event = event_of(leg, message, self.request, self._life)
@@ -375,3 +380,8 @@ class RequestRun:
 
     def _is_finished(self) -> bool:
         return self._life.state is RequestState.FINISHED
+
+
+def _wake(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)

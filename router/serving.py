@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
@@ -20,25 +19,27 @@ from router.fleet import Fleet
 from router.legs import WorkerStream
 from router.policy import Placement, missing_role
 from router.queue import WaitingLine
-from router.request_run import RequestRun, TokenEvent
+from router.request_run import RequestRun
+from router.rounds import Rounds
 from router.step_clock import StepDeadlines
 from router.throughput import Throughput
 from router.timeline import RecentTimelines, Timeline
 from router.turns import Kept, Waiter, next_turn
+from router.unread import TokenEvent
 from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1
+TICK_S = 0.2
 SUSPECT_GRACE_S = 0.5
 """A worker may be silent for `suspect_s` and this much more before requests that it holds are failed."""
 RETRY_UNAVAILABLE_S = 2.0
 
 
 class Observer(Protocol):
-    """Who counts. Called for every token and every request that ends."""
+    """Who counts. Called for every token of an answer and every request that ends."""
 
-    def token_came(self, gap_s: float | None) -> None:
+    def token_given(self, gap_s: float | None) -> None:
         """gap_s: since the request's token before; None for its first."""
         ...
 
@@ -61,6 +62,8 @@ class Serving:
         self.faults = faults
         self.recent = RecentTimelines()
         self.throughput = Throughput(clock())
+        self.rounds = Rounds()
+        self.now_s = clock
         self._config = config
         self._observer = observer
         self._clock = clock
@@ -70,6 +73,7 @@ class Serving:
         )
         self._num_new_tokens = 0
         self._kept: Kept | None = None
+        self._withdrawn: RequestRun | None = None
         self._runs: dict[str, RequestRun] = {}
         self._leg_tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -90,13 +94,10 @@ class Serving:
     def max_waiting(self) -> int:
         return self._line.max_waiting
 
-    def timelines(self, request_id: str) -> list[Timeline]:
+    def timelines(self, request_id: str, max_choices: int) -> list[Timeline]:
         """Of a request that is here or was lately: one, or that of each of its choices. Raises NotFound."""
-        alone = self._timeline(request_id)
-        if alone is not None:
-            return [alone]
-        choices = map(self._timeline, (f"{request_id}-{number}" for number in itertools.count()))
-        found = [timeline for timeline in itertools.takewhile(lambda one: one is not None, choices) if timeline]
+        names = (request_id, *(f"{request_id}-{number}" for number in range(max_choices)))
+        found = [timeline for timeline in map(self._timeline, names) if timeline is not None]
         if not found:
             raise NotFound("no request of this id is here, nor among the last ones that ended")
         return found
@@ -199,6 +200,12 @@ class Serving:
             self._begin(run, placement)
         return run
 
+    def withdraw(self, run: RequestRun) -> None:
+        """Ends one that was opened this very moment, as if it had never been: it counts nowhere."""
+        self._withdrawn = run
+        run.leave()
+        self._withdrawn = None
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         """The request's tokens as they come. Closing the iterator cancels all work within the second.
 
@@ -208,6 +215,7 @@ class Serving:
         try:
             while events := await run.next_events():
                 for event in events:
+                    run.given((event,))
                     yield event
         finally:
             run.leave()
@@ -249,9 +257,6 @@ class Serving:
 
     # RunHost
 
-    def now_s(self) -> float:
-        return self._clock()
-
     def ref_of(self, worker: str) -> WorkerRef:
         return self.fleet.ref_of(worker)
 
@@ -290,16 +295,17 @@ class Serving:
         self._line.give_back(run, run.number, run.demand)
         self._serve_line()
 
-    def token_came(self, gap_s: float | None) -> None:
+    def token_given(self, gap_s: float | None) -> None:
         self._num_new_tokens += 1
-        self._observer.token_came(gap_s)
+        self._observer.token_given(gap_s)
 
     def run_over(self, run: RequestRun) -> None:
         self._forget(run)
-        self.recent.add(run.timeline)
-        if run.timeline.outcome == "finished":
-            self.fleet.answered(run.timeline.num_tokens)
-        self._observer.request_over(run.timeline)
+        if run is not self._withdrawn:
+            self.recent.add(run.timeline)
+            if run.timeline.outcome == "finished":
+                self.fleet.answered(run.life.num_tokens)
+            self._observer.request_over(run.timeline)
         self._serve_line()
 
     # inside
@@ -349,7 +355,7 @@ class Serving:
 
     def _fail_hopeless(self, now_s: float) -> None:
         """Nobody waits for a role that nobody can fill."""
-        reason = self._missing(now_s)
+        reason = self._missing(now_s) if len(self._line) else None
         if reason is None:
             return
         for run in self._line:

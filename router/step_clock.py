@@ -46,9 +46,12 @@ class StepClock:
         """There is a ticket, or decode computes the prompt."""
         self._ends_s = now_s + self._steps.first_token_s + self._steps.prompt_token_s * num_prompt
 
-    def token_came(self, now_s: float) -> None:
+    def token_came(self, now_s: float) -> bool:
+        """Whether this token ends a preemption."""
+        was_preempted = self._preempted_s is not None
         self._ends_s = now_s + self._steps.next_token_s
         self._preempted_s = None
+        return was_preempted
 
     def preempted(self, now_s: float) -> None:
         self._preempted_s = now_s

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pd_core.messages import ChunkDone, HandoffCommitted, PrefillDone
+from pd_core.messages import ChunkDone, HandoffCommitted, PrefillDone, PromptComputed
 
 MAX_CHUNKS = 256
 MAX_PLACEMENTS = 16
@@ -29,12 +29,15 @@ class Timeline(msgspec.Struct):
     """Moments are seconds of the router's clock; None is "not yet" or "never".
 
     arrived_s:   the client's request began to arrive; queued_s: it was understood and asked for a turn
-    placed_s:    the policy chose workers (the last time, if one had refused before)
+    placed_s:    the policy chose workers (the last time, if one had refused before; None while it waits again)
     reserved_s:  the decode worker's ticket came, or it has taken the prompt; committed_s: decode had all KV
     placements:  the first ones and the last
+    num_tokens, last_token_s: of the answer as far as its reader has come, and when the last of them was there
+    num_refusals: placements that a worker refused for want of room; the request waited again then
     num_preemptions, preempted_s: how often decode took its blocks for older ones, and when last
     path, num_kv_blocks, num_kv_bytes, handoff_s: how the KV went over, how much, and from ticket to commit
-    chunks, compute_s, push_s: as the prefill worker measured them; of the chunks the first ones
+    chunks, compute_s: as the worker that computed the prompt measured them; of the chunks the first ones
+    push_s, transfer_s, num_sent_bytes: what the prefill worker says of the handoff; see PrefillDone
     outcome:     "finished", "failed" or "cancelled"; error: the error's code
     """
 
@@ -54,6 +57,7 @@ class Timeline(msgspec.Struct):
     decode: str | None = None
     placements: list[PlacementNote] = []
     num_tokens: int = 0
+    num_refusals: int = 0
     num_preemptions: int = 0
     path: str | None = None
     num_kv_blocks: int | None = None
@@ -63,6 +67,8 @@ class Timeline(msgspec.Struct):
     num_chunks: int | None = None
     compute_s: float | None = None
     push_s: float | None = None
+    transfer_s: float | None = None
+    num_sent_bytes: int | None = None
     outcome: str | None = None
     error: str | None = None
 
@@ -85,6 +91,11 @@ class Timeline(msgspec.Struct):
             return None
         return max(0.0, self.committed_s - self.first_token_s)
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast the path was while something was on it."""
+        return self.num_sent_bytes / self.transfer_s if self.num_sent_bytes and self.transfer_s else None
+
     def placed(self, note: PlacementNote, attempt: int) -> None:
         self.placed_s, self.num_attempts = note.at_s, attempt
         self.prefill, self.decode = note.prefill, note.decode
@@ -92,13 +103,24 @@ class Timeline(msgspec.Struct):
             self.placements.pop()
         self.placements.append(note)
 
+    def turn_given_back(self) -> None:
+        """A worker has refused: it is placed nowhere, and waits as it did before."""
+        self.num_refusals += 1
+        self.placed_s = self.reserved_s = self.prefill = self.decode = None
+
     def handed_over(self, message: HandoffCommitted) -> None:
         self.path, self.handoff_s = message.path, message.wait_s
         self.num_kv_blocks, self.num_kv_bytes = message.num_blocks, message.num_bytes
 
     def prefilled(self, message: PrefillDone) -> None:
-        self.chunks, self.num_chunks = message.chunks[:MAX_CHUNKS], len(message.chunks)
-        self.compute_s, self.push_s = message.compute_s, message.push_s
+        self._computed(message.chunks, message.compute_s)
+        self.push_s, self.transfer_s, self.num_sent_bytes = message.push_s, message.transfer_s, message.num_bytes
+
+    def prompt_computed(self, message: PromptComputed) -> None:
+        self._computed(message.chunks, message.compute_s)
+
+    def _computed(self, chunks: list[ChunkDone], compute_s: float) -> None:
+        self.chunks, self.num_chunks, self.compute_s = chunks[:MAX_CHUNKS], len(chunks), compute_s
 
     def for_log(self) -> dict[str, object]:
         """Only what is known; moments as milliseconds after arrival."""

@@ -22,15 +22,13 @@ from typing import Literal
 
 import msgspec
 
-from pd_core.layout import blocks_for
+from pd_core.layout import blocks_for, growth_room
 from pd_core.messages import WorkerEndpoint, WorkerState, WorkerStatus
 from router.pace import Pace, Usual, learn
 from router.progress import OurWork, all_tokens, prompt_tokens, spread
 
 Role = Literal["prefill", "decode"]
 
-GROWTH_BLOCKS = 2
-"""Blocks of growth that a decode worker keeps free for every sequence when it admits another; with less it refuses."""
 FIRST_GUESS_TOKENS = 256.0
 """Tokens of an answer, before any was seen."""
 FOLLOW_ANSWERS = 0.1
@@ -101,7 +99,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     @property
     def num_growth_blocks(self) -> int:
         """Blocks that are kept free there for the growth of ours, when another is admitted."""
-        room = sum(min(GROWTH_BLOCKS, max(0, work.num_most_blocks - work.num_blocks)) for work in self.ours.values())
+        room = sum(growth_room(work.num_blocks, work.num_most_blocks) for work in self.ours.values())
         left = sum(work.num_most_blocks for work in self.ours.values()) - (self.num_blocks - self.num_free_blocks)
         return max(0, min(room, left))
 
@@ -203,7 +201,7 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     def of_role(self, role: Role, healths: Iterable[Health], now_s: float) -> list[WorkerView]:
         """Workers of the role whose health is one of these, by name."""
-        wanted = set(healths)
+        wanted = tuple(healths)  # no set: enum hashes in Python
         workers = [self.workers[name] for name in sorted(self.workers)]
         return [w for w in workers if w.endpoint.role == role and w.health(now_s, self.rules) in wanted]
 

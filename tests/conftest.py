@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import tqdm
+from hypothesis import settings
 from kvrelay_process import KvrelayProcess
 from leaks import POLL_S, SETTLE_S, Belongings, belongings, left_behind
 
@@ -30,6 +31,8 @@ RAY_ACTORS = 5
 """A router and two workers of each role."""
 RAY_GPUS = 2
 """Ray believes it: it hands out their numbers whether there are any or not, and no test with it runs on one."""
+settings.register_profile("kvrelay", deadline=None, print_blob=True)  # a busy machine is no fault of the code
+settings.load_profile("kvrelay")
 tqdm.tqdm.monitor_interval = 0  # transformers shows progress; its watching thread would never end
 
 

@@ -19,6 +19,7 @@ from pd_engine.native.quantise import QUANTISER_VERSION
 from pd_engine.native.spec import LAYOUT_NAME, NativeSpec, WeightForm
 from pd_engine.native.weights import Array
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 
 KERNELS_VERSION = 1
 """Raise it when the kernels' arithmetic changes a bit."""
@@ -65,7 +66,7 @@ def probe(library: Library, variant: str, dtype: DType, weights: WeightForm = "d
     memory = ScratchMemory(_PROBE_BLOCKS, spec.layout.block_bytes)
     tokens = [(11 * i + i // 7) % spec.vocab_size for i in range(_PROBE_TOKENS)]
     try:
-        logits = model.forward_rows([tokens], [0], [range(_PROBE_BLOCKS)], range(0, _PROBE_TOKENS, 7), memory, _never)
+        logits = model.forward_rows([tokens], [0], [range(_PROBE_BLOCKS)], range(0, _PROBE_TOKENS, 7), memory, never)
     finally:
         model.close()
     return hashlib.blake2b(logits.tobytes() + bytes(memory.buffer), digest_size=8).hexdigest()
@@ -108,7 +109,3 @@ def _uneven(whole: NDArray[np.float32]) -> NDArray[np.float32]:
     values = (whole * np.float32(37) % np.float32(64) - np.float32(32)) / np.float32(64) + whole / np.float32(8192)
     values[whole % 31 == 0] = np.float32(2.0**-130)
     return values
-
-
-def _never() -> bool:
-    return False

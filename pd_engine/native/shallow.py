@@ -14,6 +14,7 @@ from pd_engine.invariance import NUM_BLOCKS
 from pd_engine.native.model import NativeModel
 from pd_engine.native.spec import NativeSpec
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 
 
 class ShallowNative:
@@ -40,8 +41,4 @@ class ShallowNative:
         return self._spec.context_tokens
 
     def run(self, steps: Sequence[SequenceStep], num_threads: int) -> NDArray[np.float32]:
-        return self._model(num_threads).forward(steps, [0], self._memory, _never)
-
-
-def _never() -> bool:
-    return False
+        return self._model(num_threads).forward(steps, [0], self._memory, never)

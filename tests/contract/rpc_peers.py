@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 import time
 from collections.abc import AsyncIterator
 
 import msgspec
 import psutil
+from waiting import until
 
 from pd_core.errors import Overloaded
+from pd_rpc.auth import CONTROL_KIND
+from pd_rpc.blocking import authenticate_blocking_as_client
 from pd_rpc.client import RpcClient
 from pd_rpc.limits import RpcLimits
 from pd_rpc.server import CallContext, RpcServer
-from pd_rpc.wire import PeerIdentity
+from pd_rpc.wire import PeerIdentity, encode
 
 SECRET = b"the secret of the cluster"
 ROUTER = PeerIdentity("router-0", "router", "a1")
@@ -158,8 +162,17 @@ async def no_leaks() -> AsyncIterator[Peers]:
     assert unhandled == []
 
 
-async def until(condition, within_s: float = 5.0) -> None:
-    """Waits until `condition()` holds; fails when it does not in time."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def connect_blocking(address) -> socket.socket:
+    """A client that has authenticated and now does what the test likes."""
+
+    def connect():
+        sock = socket.create_connection(address)
+        authenticate_blocking_as_client(sock, SECRET, ROUTER, kind=CONTROL_KIND, deadline_s=5.0)
+        return sock
+
+    return await asyncio.to_thread(connect)
+
+
+def encode_raw(body) -> msgspec.Raw:
+    """A body as it stands inside a Call."""
+    return msgspec.Raw(encode(body))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
+import waiting
 
 from pd_core.config import Config, HeartbeatConfig, PrefillConfig, RouterConfig
 from pd_core.ledger import LedgerCounts, LedgerReport
@@ -41,6 +43,9 @@ from pd_rpc.wire import PeerIdentity
 from router.service import RouterService
 from router.step_clock import StepDeadlines
 
+until = functools.partial(waiting.until, within_s=2.0)
+"""What a script or the router is to do, it does at once."""
+
 SECRET = b"the secret of the cluster"
 QUICK = HeartbeatConfig(interval_s=0.05, suspect_s=0.4, dead_s=2.0)
 """With the router's own grace of 0.5 s a silent worker is given up after 0.9 s."""
@@ -64,7 +69,7 @@ def granted(body: StartDecode) -> TicketGranted:
 
 
 COMMITTED = HandoffCommitted(path="tcp", num_blocks=1, num_bytes=4096, wait_s=0.01)
-DONE = PrefillDone(chunks=[ChunkDone(0, 3, 0.0, 0.01)], compute_s=0.01, push_s=0.01, num_bytes=4096)
+DONE = PrefillDone(chunks=[ChunkDone(0, 3, 0.0, 0.01)], compute_s=0.01, push_s=0.01, num_bytes=4096, transfer_s=0.002)
 
 
 class Handoffs:
@@ -259,15 +264,6 @@ async def stage(
     finally:
         await built.stop()
     await until(lambda: asyncio.all_tasks() <= before)
-
-
-async def until(is_so: Callable[[], bool], within_s: float = 2.0) -> None:
-    """Waits for something that must come true, and fails when it does not."""
-    loop = asyncio.get_running_loop()
-    ends_s = loop.time() + within_s
-    while not is_so():
-        assert loop.time() < ends_s, f"not so within {within_s} s"
-        await asyncio.sleep(0.005)
 
 
 def chat(text: str = "hello", **more: object) -> dict[str, object]:

@@ -51,6 +51,9 @@ async def test_two_actors_serve_a_request_log_it_and_leave_nothing(tmp_path: Pat
         running = [asyncio.ensure_future(actor.run_until_stopped()) for actor in (prefill, decode)]
         assert prefill._worker is not None
         assert decode._worker is not None
+        for actor in (prefill, decode):
+            engine_thread = actor._worker.shell.engine_thread._thread.native_id  # type: ignore[union-attr]
+            assert os.getpriority(os.PRIO_PROCESS, engine_thread) > os.getpriority(os.PRIO_PROCESS, 0)
         clients = [await connect(end) for end in ends]
         run = Rig(prefill._worker, decode._worker, *ends, *clients).run(make_request("r1", 70, 9))
         await run.tokens()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from leaks import no_leaks
+from waiting import until
 from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
@@ -18,7 +19,6 @@ from worker_rig import (
     Run,
     Times,
     connect,
-    eventually,
     failure_of,
     make_request,
     workers,
@@ -68,7 +68,7 @@ async def _start(rig: Rig) -> tuple[list[Run], list[asyncio.Task[list[int]]]]:
     sizes = [5, 6 * CHUNK_TOKENS, 7 * CHUNK_TOKENS, 8 * CHUNK_TOKENS]
     runs = [rig.run(make_request(f"r{num_prompt}", num_prompt, 200)) for num_prompt in sizes]
     tokens = [asyncio.ensure_future(run.tokens()) for run in runs]
-    await eventually(lambda: any(len(run.made) > 2 for run in runs), 2.0)
+    await until(lambda: any(len(run.made) > 2 for run in runs), 2.0)
     return runs, tokens
 
 
@@ -97,7 +97,7 @@ async def test_an_engine_without_a_result_ends_the_boot_and_every_request(role: 
             await connect(end)
         rig.decode.cut(WorkerLost("the test is over"))  # what is committed needs no prefill worker
         await asyncio.gather(*tokens, return_exceptions=True)
-        await eventually(lambda: rig.is_idle, 1.0)
+        await until(lambda: rig.is_idle, 1.0)
 
 
 async def _watch(client: RpcClient) -> None:
@@ -159,7 +159,7 @@ async def test_a_lease_timer_that_breaks_ends_the_boot() -> None:
 async def test_a_push_whose_end_breaks_ends_the_boot() -> None:
     async with workers("tcp", times=SLOW) as rig:
         tokens = asyncio.ensure_future(rig.generate(make_request("r", 3 * CHUNK_TOKENS, 50)))
-        await eventually(lambda: len(rig.prefill._jobs) == 1, 2.0)
+        await until(lambda: len(rig.prefill._jobs) == 1, 2.0)
         [job] = rig.prefill._jobs.values()
         _break_once(job.handoff, PushEnded)
         await _check_told([tokens], "a fault of ours")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from waiting import until
 from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
@@ -18,7 +19,6 @@ from worker_rig import (
     Run,
     Times,
     check_stream,
-    eventually,
     failure_of,
     make_request,
     short_lease,
@@ -39,7 +39,16 @@ from pd_core.errors import (
     TransferError,
     WorkerLost,
 )
-from pd_core.messages import AbandonPrefill, FinishPrefill, HandoffVerdict, RenewLease, StartDecode, TicketGranted
+from pd_core.messages import (
+    AbandonPrefill,
+    AllSent,
+    FinishPrefill,
+    HandoffVerdict,
+    LeaseHeld,
+    RenewLease,
+    StartDecode,
+    TicketGranted,
+)
 from pd_core.ticket import FirstToken, Ticket
 
 SLOW = Times(prefill_chunk_s=0.06, decode_step_s=0.02)
@@ -63,7 +72,7 @@ async def test_a_router_that_leaves_in_any_phase_gets_every_block_back_within_a_
         for number, holds in enumerate(PHASES.values()):
             run = rig.run(make_request(f"left-{number}", PROMPT, 100))
             tokens = asyncio.ensure_future(run.tokens())
-            await eventually(lambda holds=holds, run=run: holds(rig, run), 5.0)  # type: ignore[misc]
+            await until(lambda holds=holds, run=run: holds(rig, run), 5.0)  # type: ignore[misc]
             tokens.cancel()
             await asyncio.gather(tokens, return_exceptions=True)
             await rig.wait_idle(within_s=1.0)
@@ -142,29 +151,29 @@ async def test_a_worker_that_is_always_late_ends_the_lease_of_a_silent_writer_al
 async def test_a_prefill_worker_that_dies_half_way_leaves_no_block_behind() -> None:
     async with workers("tcp", times=SLOW) as rig:
         tokens = asyncio.ensure_future(rig.generate(make_request("dies", PROMPT, 50)))
-        await eventually(lambda: rig.decode.extra_counters()["kv_bytes_received_total"] > 0, 5.0)
+        await until(lambda: rig.decode.extra_counters()["kv_bytes_received_total"] > 0, 5.0)
         await _kill(rig.prefill)
         with pytest.raises(KvrelayError):
             await tokens
-        await eventually(lambda: rig.decode.shell.ledger.counts().is_idle, LEASE_S + 2.0)
+        await until(lambda: rig.decode.shell.ledger.counts().is_idle, LEASE_S + 2.0)
 
 
 async def test_a_prefill_worker_that_dies_after_the_commit_is_not_missed() -> None:
     async with workers("tcp", times=SLOW) as rig:
         run = rig.run(make_request("dies", PROMPT, 50))
         tokens = asyncio.ensure_future(run.tokens())
-        await eventually(lambda: run.committed is not None, 5.0)
+        await until(lambda: run.committed is not None, 5.0)
         await _kill(rig.prefill)
         await tokens
         check_stream(run)
-        await eventually(lambda: rig.decode.shell.ledger.counts().is_idle, LEASE_S + 2.0)
+        await until(lambda: rig.decode.shell.ledger.counts().is_idle, LEASE_S + 2.0)
 
 
 async def test_a_writer_that_falls_silent_while_it_computes_loses_its_ticket() -> None:
     async with workers("inproc", short_lease(), times=Times(prefill_chunk_s=0.5)) as rig:
         run = rig.run(make_request("silent", 2 * CHUNK_TOKENS, 5))
         tokens = asyncio.ensure_future(run.tokens())
-        await eventually(lambda: rig.prefill.num_running == 1, 2.0)
+        await until(lambda: rig.prefill.num_running == 1, 2.0)
         await asyncio.sleep(0.02)  # the first renewal is out
         for task in rig.prefill._path.tasks._tasks:
             task.cancel()
@@ -178,11 +187,11 @@ async def test_a_decode_worker_that_dies_frees_the_prefill_worker() -> None:
         async with workers("tcp", times=SLOW) as rig:
             run = rig.run(make_request("dies", PROMPT, 50))
             tokens = asyncio.ensure_future(run.tokens())
-            await eventually(lambda phase=phase, rig=rig, run=run: PHASES[phase](rig, run), 5.0)  # type: ignore[misc]
+            await until(lambda phase=phase, rig=rig, run=run: PHASES[phase](rig, run), 5.0)  # type: ignore[misc]
             await _kill(rig.decode)
             with pytest.raises(WorkerLost):
                 await tokens
-            await eventually(lambda rig=rig: rig.prefill.shell.ledger.counts().is_idle, LEASE_S + 2.0)  # type: ignore[misc]
+            await until(lambda rig=rig: rig.prefill.shell.ledger.counts().is_idle, LEASE_S + 2.0)  # type: ignore[misc]
 
 
 async def test_a_damaged_wire_gives_the_right_tokens_or_an_error_and_leaks_nothing() -> None:
@@ -248,7 +257,7 @@ async def test_kv_that_no_token_can_have_made_fails_its_request_and_no_other() -
         victim, neighbour = rig.run(make_request("victim", 33, 100)), rig.run(make_request("neighbour", 40, 100))
         tokens = asyncio.ensure_future(victim.tokens())
         others = asyncio.ensure_future(neighbour.tokens())
-        await eventually(lambda: len(victim.made) > 2 and len(neighbour.made) > 2, 2.0)
+        await until(lambda: len(victim.made) > 2 and len(neighbour.made) > 2, 2.0)
         assert victim.ticket is not None
         assert rig.decode.num_running == 2
         rig.decode.shell.memory.block(victim.ticket.block_ids[1])[5] ^= 0xFF
@@ -275,7 +284,8 @@ async def test_words_about_a_ticket_that_is_not_ours_are_stale() -> None:
         await rig.to_decode.call(RenewLease(ticket.ref), CALL_S)
         for change in ({"ticket_id": "x"}, {"incarnation": "earlier"}, {"epoch": 99}, {"attempt": 7}):
             wrong = msgspec.structs.replace(ticket.ref, **change)
-            for body in (RenewLease(wrong), FinishPrefill(wrong, FirstToken(1, 0)), AbandonPrefill(wrong, "no")):
+            finish = FinishPrefill(wrong, FirstToken(1, 0))
+            for body in (RenewLease(wrong), finish, AllSent(wrong), AbandonPrefill(wrong, "no")):
                 with pytest.raises(StaleTicket):
                     await rig.to_decode.call(body, CALL_S)
         leg.cancel()
@@ -304,17 +314,36 @@ async def test_a_first_token_that_the_request_cannot_have_is_refused(first: Firs
         await rig.wait_idle(within_s=1.0)
 
 
-async def test_blocks_that_were_never_sent_are_named_as_missing_soon() -> None:
+async def test_blocks_that_were_never_sent_are_named_as_missing_soon_after_the_writer_says_that_all_is_sent() -> None:
     async with workers("tcp") as rig:
         leg, ticket = await _granted(rig, rig.run(make_request("t", 20, 5)))
-        began_s = asyncio.get_running_loop().time()
-        finishing = rig.to_decode.call(FinishPrefill(ticket.ref, FirstToken(1, 0)), CALL_S)
         renewing = asyncio.ensure_future(_renew_for_ever(rig, ticket))
+        finishing = asyncio.ensure_future(rig.to_decode.call(FinishPrefill(ticket.ref, FirstToken(1, 0)), CALL_S))
+        await asyncio.sleep(0.5)
+        assert not finishing.done(), "what is on its way is not missing, however long it takes"
+        began_s = asyncio.get_running_loop().time()
+        assert await rig.to_decode.call(AllSent(ticket.ref), CALL_S) == LeaseHeld()
         assert await finishing == HandoffVerdict([0, 1])
         assert 0.25 < asyncio.get_running_loop().time() - began_s < 1.0
         renewing.cancel()
         leg.cancel()
         await asyncio.gather(leg, renewing, return_exceptions=True)
+        await rig.wait_idle(within_s=1.0)
+
+
+async def test_the_word_that_all_is_sent_may_come_before_the_first_token_and_counts_for_one_verdict() -> None:
+    async with workers("tcp") as rig:
+        leg, ticket = await _granted(rig, rig.run(make_request("t", 20, 5)))
+        renewing = asyncio.ensure_future(_renew_for_ever(rig, ticket))
+        await rig.to_decode.call(AllSent(ticket.ref), CALL_S)
+        finish = FinishPrefill(ticket.ref, FirstToken(1, 0))
+        assert await rig.to_decode.call(finish, CALL_S) == HandoffVerdict([0, 1])
+        again = asyncio.ensure_future(rig.to_decode.call(finish, CALL_S))
+        await asyncio.sleep(0.5)
+        assert not again.done(), "it was sent again since: the writer has not said that this is over"
+        renewing.cancel()
+        leg.cancel()
+        await asyncio.gather(leg, renewing, again, return_exceptions=True)
         await rig.wait_idle(within_s=1.0)
 
 
@@ -326,8 +355,9 @@ async def test_blocks_that_came_wrong_are_named_at_once_and_waited_for_when_they
         took_s = []
         for _ in range(2):
             began_s = asyncio.get_running_loop().time()
-            verdict = await rig.to_decode.call(FinishPrefill(ticket.ref, FirstToken(1, 0)), CALL_S)
-            assert verdict == HandoffVerdict([0, 1])
+            finishing = asyncio.ensure_future(rig.to_decode.call(FinishPrefill(ticket.ref, FirstToken(1, 0)), CALL_S))
+            await rig.to_decode.call(AllSent(ticket.ref), CALL_S)
+            assert await finishing == HandoffVerdict([0, 1])
             took_s.append(asyncio.get_running_loop().time() - began_s)
         assert took_s[0] < 0.2 < took_s[1]
         renewing.cancel()

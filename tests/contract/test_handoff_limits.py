@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 from leaks import no_leaks
+from waiting import until
 from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
     CONTEXT_TOKENS,
     Times,
     check_stream,
-    eventually,
     expected_tokens,
     failure_of,
     make_request,
@@ -64,7 +64,7 @@ async def test_a_prefill_worker_refuses_more_prompts_than_it_may_run_and_the_tic
     async with workers("tcp", config, times=SLOW) as rig:
         first = rig.run(make_request("first", 3 * CHUNK_TOKENS, 2))
         tokens = asyncio.ensure_future(first.tokens())
-        await eventually(lambda: rig.prefill.num_running == 1, 2.0)
+        await until(lambda: rig.prefill.num_running == 1, 2.0)
         assert isinstance(await failure_of(rig, make_request("second", 4, 4)), Overloaded)
         await tokens
         await rig.wait_idle(within_s=1.0)
@@ -75,7 +75,7 @@ async def test_a_full_prefill_pool_refuses_too() -> None:
     async with workers("tcp", config, times=SLOW) as rig:
         first = rig.run(make_request("first", 5 * 16, 2))
         tokens = asyncio.ensure_future(first.tokens())
-        await eventually(lambda: rig.prefill.num_running == 1, 2.0)
+        await until(lambda: rig.prefill.num_running == 1, 2.0)
         assert isinstance(await failure_of(rig, make_request("second", 17, 4)), Overloaded)
         await tokens
         assert await failure_of(rig, make_request("second", 17, 4), attempt=2) is None
@@ -160,7 +160,7 @@ async def test_heartbeats_are_numbered_and_go_on_while_the_engine_is_busy() -> N
     async with workers("tcp", times=Times(prefill_chunk_s=0.4)) as rig:
         run = rig.run(make_request("busy", 20, 2))
         tokens = asyncio.ensure_future(run.tokens())
-        await eventually(lambda: rig.prefill.num_running == 1, 2.0)
+        await until(lambda: rig.prefill.num_running == 1, 2.0)
         statuses = []
         async with rig.to_prefill.stream(WatchStatus(interval_s=0.02), CALL_S) as beats:
             async for status in beats:
@@ -191,7 +191,7 @@ async def test_the_ledger_report_names_who_holds_what() -> None:
         waiting = (await rig.to_decode.call(ReadLedger(), CALL_S)).report
         assert waiting.reservations == {"1": 3}
         assert waiting.holders == {}
-        await eventually(lambda: len(run.made) > 16, 2.0)
+        await until(lambda: len(run.made) > 16, 2.0)
         running = (await rig.to_decode.call(ReadLedger(), CALL_S)).report
         assert running.holders == {"named/1": 4}, "it has grown by one"
         assert running.reservations == {}
@@ -203,7 +203,7 @@ async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> Non
     async with workers("tcp", times=SLOW) as rig:
         run = rig.run(make_request("last", 20, 20))
         tokens = asyncio.ensure_future(run.tokens())
-        await eventually(lambda: run.committed is not None, 2.0)
+        await until(lambda: run.committed is not None, 2.0)
         draining = asyncio.ensure_future(rig.to_decode.call(Drain(grace_s=5.0), CALL_S))
         await asyncio.sleep(0.02)
         assert isinstance(await failure_of(rig, make_request("late", 4, 4)), Unavailable)
@@ -217,7 +217,7 @@ async def test_what_still_runs_after_the_grace_time_is_cut_with_an_error() -> No
     async with workers("tcp", times=SLOW) as rig:
         run = rig.run(make_request("long", 20, 400))
         tokens = asyncio.ensure_future(run.tokens())
-        await eventually(lambda: len(run.made) > 2, 2.0)
+        await until(lambda: len(run.made) > 2, 2.0)
         assert await rig.to_decode.call(Drain(grace_s=0.1), CALL_S) == Drained(num_cut=1)
         with pytest.raises(Unavailable, match="shutting down"):
             await tokens
@@ -229,7 +229,7 @@ async def test_stopped_in_the_middle_of_everything_the_workers_leave_nothing_beh
     async with no_leaks(), workers(path, times=SLOW) as rig:
         runs = [rig.run(make_request(f"r{number}", 40 * number + 5, 50)) for number in range(4)]
         tokens = [asyncio.ensure_future(run.tokens()) for run in runs]
-        await eventually(lambda: bool(runs[0].made), 2.0)
+        await until(lambda: bool(runs[0].made), 2.0)
         await asyncio.gather(rig.prefill.stop(0.0), rig.decode.stop(0.0))
         outcomes = await asyncio.gather(*tokens, return_exceptions=True)
         assert all(isinstance(outcome, KvrelayError) for outcome in outcomes), outcomes

@@ -75,6 +75,8 @@ async def test_a_handoff_takes_the_best_path_that_both_sides_may_use_and_says_wh
         assert run.committed is not None
         assert (run.committed.path, run.committed.num_blocks) == (path, 7)
         assert run.committed.num_bytes == 7 * rig.decode.shell.memory.block_bytes
+        assert (await rig.status(rig.to_prefill)).kv_paths == {"decode-0": path}
+        assert (await rig.status(rig.to_decode)).kv_paths == {}
 
 
 async def test_workers_that_may_use_no_path_in_common_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,3 +104,5 @@ async def test_a_handoff_whose_path_broke_half_way_goes_on_over_the_other_and_na
         assert run.committed is not None
         assert run.committed.path == "shm+tcp"
         assert (await served(rig, "r2")).committed.path == "tcp"  # type: ignore[union-attr]
+        said = (await rig.status(rig.to_prefill)).kv_paths["decode-0"]
+        assert said.startswith("tcp (shm failed, 1 in a row: @kvrelay-")

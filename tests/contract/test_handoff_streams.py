@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import pytest_asyncio
+from waiting import until
 from worker_rig import (
     CHUNK_TOKENS,
     Rig,
     Times,
     check_stream,
-    eventually,
     expected_tokens,
     make_request,
     short_lease,
@@ -58,6 +58,10 @@ async def test_the_messages_of_both_legs_tell_what_the_handoff_was(rig: Rig) -> 
     assert run.committed.num_bytes == num_blocks * 256
     assert run.ticket is not None
     assert run.committed.path == run.ticket.addresses[0].path
+    assert run.prefill_done is not None
+    assert run.prefill_done.num_bytes == num_blocks * 256
+    assert run.prefill_done.push_s > 0
+    assert run.prefill_done.transfer_s > 0
 
 
 async def test_the_prefill_leg_ends_with_a_report_when_the_first_token_is_the_last(rig: Rig) -> None:
@@ -139,7 +143,7 @@ async def test_blocks_are_pushed_while_the_next_chunk_is_computed() -> None:
         tokens = asyncio.ensure_future(run.tokens())
         await run.granted.wait()
         first_chunk_bytes = CHUNK_TOKENS // B * 256
-        await eventually(lambda: rig.decode.extra_counters()["kv_bytes_received_total"] >= first_chunk_bytes, 2.0)
+        await until(lambda: rig.decode.extra_counters()["kv_bytes_received_total"] >= first_chunk_bytes, 2.0)
         assert rig.prefill.num_running == 1
         assert not run.made
         await tokens

@@ -86,6 +86,9 @@ async def test_a_request_whose_choices_do_not_all_find_room_is_refused_whole() -
         assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
         await until(on.is_idle, within_s=1.0)
+        assert list(on.router.serving.recent) == []  # as for one that is refused alone
+        assert "kvrelay_request_outcomes_total{" not in (await client.get("/metrics")).text
+        assert on.d0.started == []
         on.d0.script = on.handoffs.decode
         assert (await client.post(CHAT, json=chat("x"))).status_code == 200
 
@@ -266,3 +269,22 @@ async def test_a_stop_that_the_first_token_completes_leaves_nothing_on_either_wo
         assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("", "stop")
         assert body["usage"]["completion_tokens"] == 1
         await until(on.is_idle)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_totals_of_tokens_are_the_sums_of_usage(is_stream: bool) -> None:
+    """Known fault 29: a prompt counts once however many choices it has, and what was made behind a stop never does."""
+    async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
+        ids = answer_ids(ids_of("one"), 40)
+        more = {"stream_options": {"include_usage": True}} if is_stream else {}
+        asked = completion(["one", "two"], n=2, max_tokens=40, stop=text_of(ids[3:5]), stream=is_stream, **more)
+        reply = await client.post(COMPLETIONS, json=asked)
+        [usage] = Streamed(reply).usages if is_stream else [reply.json()["usage"]]
+        assert usage["prompt_tokens"] == 6
+        assert usage["completion_tokens"] == 2 * 5 + 2 * 40
+        await until(on.is_idle)
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert "kvrelay_prompt_tokens_total 6.0" in lines
+        assert "kvrelay_generated_tokens_total 90.0" in lines
+        assert "kvrelay_itl_seconds_count 86.0" in lines
+        assert sorted(timeline.num_tokens for timeline in on.router.serving.recent) == [5, 5, 40, 40]

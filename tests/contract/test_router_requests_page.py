@@ -7,9 +7,10 @@ import json
 
 import httpx
 from failing_scripts import Messages
-from scripted_worker import chat, num_prompt_tokens, stage, until
+from scripted_worker import chat, made, num_prompt_tokens, stage, until
 
-from pd_core.messages import StartPrefill
+from pd_core.errors import Overloaded
+from pd_core.messages import ChunkDone, PromptAdmitted, PromptComputed, StartBoth, StartDecode, StartPrefill
 from router.timeline import RecentTimelines, Timeline
 
 
@@ -37,8 +38,36 @@ async def test_a_request_that_ended_is_told_from_its_arrival_to_its_end() -> Non
         ]
         assert page["transfer"]["path"] == "tcp"
         assert (page["transfer"]["num_blocks"], page["transfer"]["num_bytes"]) == (1, 4096)
-        assert page["transfer"]["gb_per_s"] == round(4096 / 0.01 / 1e9, 4)
+        assert (page["transfer"]["push_ms"], page["transfer"]["path_ms"]) == (10.0, 2.0)
+        assert page["transfer"]["gb_per_s"] == round(4096 / 0.002 / 1e9, 4)
+        assert on.router.metrics.registry.get_sample_value("kvrelay_transfer_seconds_total", {"path": "tcp"}) == 0.002
         assert page["durations_ms"]["total"] >= page["durations_ms"]["ttft"] > 0
+
+
+async def test_a_prompt_that_decode_computed_is_told_with_its_chunks() -> None:
+    async with stage(num_prefill=0) as on, httpx.AsyncClient(base_url=on.url) as client:
+
+        async def both(body: StartBoth) -> Messages:
+            yield PromptAdmitted()
+            for index in range(body.request.max_tokens):
+                yield made(body.request, index)
+                if index == 0:
+                    yield PromptComputed([ChunkDone(0, 3, 0.001, 0.002), ChunkDone(3, 2, 0.003, 0.004)], 0.006)
+
+        on.d0.script = both
+        for max_tokens in (1, 4):  # when the first token is the last, the report comes after the answer is complete
+            reply = await client.post("/v1/chat/completions", json=chat("x") | {"max_tokens": max_tokens})
+            await until(on.is_idle)
+            page = (await client.get(f"/v1/requests/{reply.json()['id']}")).json()
+            assert page["transfer"] is None
+            assert (page["prefill"]["compute_ms"], page["prefill"]["num_chunks"]) == (6.0, 2)
+            assert page["prefill"]["chunks"][1] == {
+                "start": 3,
+                "num_tokens": 2,
+                "began_ms_after_admission": 3.0,
+                "took_ms": 4.0,
+            }
+        assert not on.d0.cancelled
 
 
 async def test_a_second_request_of_that_size_says_what_was_expected() -> None:
@@ -115,3 +144,34 @@ async def test_ready_tells_who_watches_the_cluster_all_that_is_known() -> None:
         assert (worker["num_ours"], worker["num_to_compute"], worker["num_running"]) == (0, 0, 0)
         assert worker["blocks"]["total"] == 64
         assert worker["counters"] == {"tokens_made": 5.0}
+
+
+async def test_one_that_a_worker_refused_waits_again_and_says_so() -> None:
+    async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
+
+        async def decode(body: StartDecode) -> Messages:
+            raise Overloaded("no room now")
+            yield body
+
+        on.d0.script = decode
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=chat("x")))
+        await until(lambda: bool(on.d0.ended) and on.router.serving.num_waiting == 1)
+        [request_id] = on.router.serving._runs
+        page = (await client.get(f"/v1/requests/{request_id}")).json()
+        assert (page["state"], page["moments_ms"]["placed"], page["durations_ms"]["queue"]) == ("queued", None, None)
+        assert page["placements"][0]["decode"] == "d0"
+        asked.cancel()
+        await until(on.is_idle)
+        turns = on.router.metrics.registry.get_sample_value("kvrelay_turns_given_back_total")
+        assert turns == len(on.d0.started)
+
+
+async def test_choices_are_told_though_others_of_them_are_forgotten() -> None:
+    """The first may have ended long before the last."""
+    async with stage() as on, httpx.AsyncClient(base_url=on.url) as client:
+        body = {"model": "fake", "prompt": ["one", "two", "three"], "max_tokens": 4}
+        reply_id = (await client.post("/v1/completions", json=body)).json()["id"]
+        await until(on.is_idle)
+        del on.router.serving.recent._kept[f"{reply_id}-0"]
+        page = (await client.get(f"/v1/requests/{reply_id}")).json()
+        assert [choice["id"] for choice in page["choices"]] == [f"{reply_id}-1", f"{reply_id}-2"]

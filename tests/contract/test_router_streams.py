@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import tracemalloc
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -13,6 +16,8 @@ from scripted_worker import chat, expected_text, num_prompt_tokens, stage, until
 from pd_core.config import RouterConfig
 from pd_core.messages import StartDecode, TokenMade
 from pd_core.request import FinishReason
+
+NUM_STALLED = 3
 
 
 def events_of(body: str) -> list[str]:
@@ -208,6 +213,47 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
         )
         assert text == expected_text("slow", 6000)
         writer.close()
+
+
+def ours_in_memory() -> dict[str, int]:
+    """Traced bytes, by the file that took them."""
+    ours = [tracemalloc.Filter(True, f"*/{part}/*") for part in ("router", "uvicorn", "asyncio")]
+    found = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
+    return {one.traceback[0].filename: one.size for one in found}
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_what_is_kept_for_clients_that_do_not_read_is_bounded(num_choices: int) -> None:
+    """Known fault 32: less than 64 KiB for each, of what workers made, choices brought and connections hold."""
+
+    def prepare(on):
+        for worker in on.workers:
+            worker.context_tokens, worker.num_blocks, worker.num_free = 8192, 8192, 8192
+
+    async with stage(prepare=prepare) as on:
+        body = json.dumps(chat("x", max_tokens=4000 // num_choices, stream=True, n=num_choices)).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+        url, loop, clients = urlsplit(on.url), asyncio.get_running_loop(), []
+        tracemalloc.start()
+        try:
+            async with httpx.AsyncClient(base_url=on.url) as reading:  # what is kept in any case
+                assert (await reading.post("/v1/chat/completions", content=body)).status_code == 200
+            before = ours_in_memory()
+            for _ in range(NUM_STALLED):
+                client = socket.socket()
+                clients.append(client)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, (url.hostname, url.port))
+                await loop.sock_sendall(client, head + body)
+            await until(lambda: len(on.d0.ended) == (1 + NUM_STALLED) * num_choices, within_s=40)
+            await until(on.is_idle)
+            kept = {name: size - before.get(name, 0) for name, size in ours_in_memory().items()}
+        finally:
+            tracemalloc.stop()
+            for client in clients:
+                client.close()
+        assert sum(kept.values()) / NUM_STALLED < 64 << 10, kept
 
 
 async def test_a_client_that_does_not_read_at_all_is_cut_off() -> None:

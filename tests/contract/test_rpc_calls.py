@@ -22,9 +22,8 @@ from rpc_peers import (
     Hang,
     Number,
     Unheard,
-    no_leaks,
-    until,
 )
+from waiting import until
 
 from pd_core.errors import (
     Cancelled,
@@ -38,17 +37,6 @@ from pd_core.errors import (
 from pd_rpc.limits import RpcLimits
 from pd_rpc.server import RpcServer
 from pd_rpc.wire import PeerIdentity
-
-
-@pytest.fixture
-async def peers():
-    async with no_leaks() as peers:
-        yield peers
-
-
-@pytest.fixture
-def handlers():
-    return Handlers()
 
 
 async def test_a_call_gets_its_answer_and_the_handler_knows_the_caller(peers, handlers):

@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rpc_peers import QUICK, Count, Fail, Handlers, Hang, Number, no_leaks, until
+from rpc_peers import QUICK, Count, Fail, Handlers, Hang, Number
+from waiting import until
 
 from pd_core.errors import DeadlineExceeded, Overloaded, ProtocolError, WorkerLost
-
-
-@pytest.fixture
-async def peers():
-    async with no_leaks() as peers:
-        yield peers
 
 
 class Taker:

@@ -14,8 +14,7 @@ import struct
 import zlib
 
 import msgpack
-import pytest
-from rpc_peers import DECODE, SECRET, Handlers, no_leaks
+from rpc_peers import DECODE, SECRET, Handlers
 
 from pd_core.errors import Overloaded
 from pd_core.layout import BlockLayout, Fingerprint
@@ -186,12 +185,6 @@ class ForeignClient:
             assert piece
             data += piece
         return data
-
-
-@pytest.fixture
-async def peers():
-    async with no_leaks() as peers:
-        yield peers
 
 
 async def test_a_client_written_from_the_document_alone_can_call(peers):

@@ -7,8 +7,9 @@ import time
 
 import msgspec
 import pytest
-from transport_parts import FINGERPRINT, GRACE_S, changed, until
+from transport_parts import FINGERPRINT, GRACE_S, changed
 from transport_paths import PATHS
+from waiting import until
 
 from kv_transport.digest import block_digest
 from kv_transport.interface import WriterStopped

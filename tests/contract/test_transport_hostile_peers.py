@@ -10,11 +10,12 @@ import zlib
 
 import msgspec
 import pytest
-from transport_parts import LAYOUT, OPTIONS, transport_threads, until
+from hostile_parts import FIRST_REF, is_closed_soon, send
+from transport_parts import LAYOUT, OPTIONS, transport_threads
 from transport_paths import connect_writer, tcp_pair
+from waiting import until
 
 from kv_transport.tcp_frames import MAGIC, MAX_HEADER_BYTES, WIRE_VERSION, encode_frame_start
-from pd_core.ticket import TicketRef
 
 BLOCK = bytes(range(256)) * (LAYOUT.block_bytes // 256)
 FAST = msgspec.structs.replace(OPTIONS, handshake_s=0.2, frame_silence_s=0.2, max_connections=3)
@@ -31,8 +32,6 @@ def header_bytes(indices=(0,), digests=(1,), **changes) -> bytes:
     return msgspec.msgpack.encode(body | changes)
 
 
-FIRST_REF = TicketRef("ticket-1", "boot", 1, 0)
-"""Of the first ticket of every pair."""
 GOOD = header_bytes()
 SIZE = LAYOUT.block_bytes
 WRONG_BYTES = {
@@ -165,22 +164,3 @@ async def test_stale_frames_of_every_size_are_drained_and_the_connection_goes_on
             await arrivals.until(lambda a: a.verified == {0})
         assert pair.num("kv_frames_stale") == 3
         assert not any(pair.target.block(1)) and not any(pair.target.block(2))
-
-
-def send(sock: socket.socket, data: bytes) -> None:
-    sock.settimeout(5)
-    with contextlib.suppress(OSError):  # the other side may have hung up already
-        sock.sendall(data)
-
-
-def is_closed_soon(sock: socket.socket) -> bool:
-    """Reads what the other side still says; whether it then hangs up within its limits."""
-    sock.settimeout(2)
-    try:
-        while sock.recv(65536):
-            pass
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-    return True

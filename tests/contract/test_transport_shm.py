@@ -23,9 +23,9 @@ from transport_parts import (
     num_open_files,
     num_pool_maps,
     transport_threads,
-    until,
 )
 from transport_paths import shm_pair
+from waiting import until
 
 from kv_transport.shm import socket_name
 from kv_transport.shm_receiver import ShmBlockReceiver

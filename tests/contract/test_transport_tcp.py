@@ -21,9 +21,9 @@ from transport_parts import (
     identity,
     num_open_files,
     transport_threads,
-    until,
 )
 from transport_paths import tcp_pair
+from waiting import until
 
 from kv_transport.tcp import DATA_KIND
 from kv_transport.tcp_receiver import TcpBlockReceiver

@@ -16,9 +16,9 @@ from transport_parts import (
     num_open_files,
     num_pool_maps,
     transport_threads,
-    until,
 )
 from transport_paths import Copies, ShmPath
+from waiting import until
 
 from kv_transport.choice import RoutedSender
 from kv_transport.interface import BlocksArrived

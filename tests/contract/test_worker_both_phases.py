@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import until
 from worker_rig import (
     CHUNK_TOKENS,
     CONTEXT_TOKENS,
@@ -16,7 +17,6 @@ from worker_rig import (
     RunBoth,
     Times,
     check_stream,
-    eventually,
     make_request,
     outcome_of,
     small_config,
@@ -69,6 +69,10 @@ async def test_every_prompt_size_and_length_gives_decodes_own_tokens() -> None:
             for max_tokens in (1, 2, B + 1):
                 run = rig.run_both(make_request(f"{num_prompt}-{max_tokens}", num_prompt, max_tokens))
                 assert await outcome_of(run) is None
+                assert run.prompt_computed is not None
+                shares = [(start, min(chunk, num_prompt - start)) for start in range(0, num_prompt, chunk)]
+                assert [(done.start, done.num_tokens) for done in run.prompt_computed.chunks] == shares
+                assert run.prompt_computed.compute_s == sum(done.took_s for done in run.prompt_computed.chunks)
         assert rig.decode.shell.counters.values()["handoffs_committed_total"] == 0
 
 
@@ -89,7 +93,7 @@ async def test_chunks_are_as_long_as_configured_and_go_along_with_those_who_run(
     async with workers("inproc", config, times=SLOW, trick=Recorder) as rig:  # type: ignore[arg-type]
         running = rig.run(make_request("running", 5, 40))  # its KV comes from the prefill worker
         first = asyncio.ensure_future(running.tokens())
-        await eventually(lambda: len(running.made) > 2, 2.0)
+        await until(lambda: len(running.made) > 2, 2.0)
         both = rig.run_both(make_request("both", 5 * B, 20))
         await asyncio.gather(first, both.tokens())
         check_stream(running)
@@ -154,7 +158,7 @@ async def test_a_router_that_leaves_in_any_phase_gets_every_block_back() -> None
         for number, holds in enumerate(phases):
             run = rig.run_both(make_request(f"left-{number}", 4 * CHUNK_TOKENS, 100))
             tokens = asyncio.ensure_future(run.tokens())
-            await eventually(lambda holds=holds, run=run: holds(run), 2.0)  # type: ignore[misc]
+            await until(lambda holds=holds, run=run: holds(run), 2.0)  # type: ignore[misc]
             tokens.cancel()
             await asyncio.gather(tokens, return_exceptions=True)
             await rig.wait_idle(within_s=1.0)
@@ -166,7 +170,7 @@ async def test_a_prompt_that_the_engine_cannot_compute_fails_alone() -> None:
     async with workers("inproc", ALONE, times=SLOW, trick=Recorder) as rig:  # type: ignore[arg-type]
         good = rig.run_both(msgspec.structs.replace(make_request("good", 10, 40), tokens=[1] * 10))
         tokens = asyncio.ensure_future(outcome_of(good))
-        await eventually(lambda: len(good.made) > 2, 2.0)
+        await until(lambda: len(good.made) > 2, 2.0)
         bad_token = next(token for token in range(97) if token not in [message.token for message in good.made])
         bad = rig.run_both(msgspec.structs.replace(make_request("bad", 60, 4), tokens=[2] * 60 + [bad_token]))
         recorder(rig).bad_token = bad_token

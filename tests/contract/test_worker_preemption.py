@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from waiting import until
 from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
@@ -14,7 +15,6 @@ from worker_rig import (
     Run,
     Times,
     check_stream,
-    eventually,
     make_request,
     outcome_of,
     small_config,
@@ -78,7 +78,7 @@ async def test_the_youngest_loses_its_blocks_and_both_get_their_tokens(way: str)
 async def test_while_one_waits_newcomers_are_refused_and_watchers_hear_of_room_at_once(way: str) -> None:
     async with workers("inproc", tiny(), times=SLOW) as rig:
         _, outcomes = await both_running(rig, WAYS[way])
-        await eventually(lambda: rig.decode.roster.has_waiting, 2.0)
+        await until(lambda: rig.decode.roster.has_waiting, 2.0)
         async with rig.to_decode.stream(WatchStatus(interval_s=30.0), CALL_S) as statuses:
             first: WorkerStatus = await anext(statuses)
             assert (first.num_running, first.num_waiting) == (1, 1)
@@ -133,9 +133,9 @@ PHASES: dict[str, Callable[[Rig, Run], bool]] = {
 async def test_one_that_leaves_gives_back_what_it_has_and_the_other_gets_its_tokens(way: str, phase: str) -> None:
     async with workers("inproc", tiny(), times=SLOW) as rig:
         [_, young], [old_outcome, leaver] = await both_running(rig, WAYS[way])
-        await eventually(lambda: PHASES[phase](rig, young), 3.0)
+        await until(lambda: PHASES[phase](rig, young), 3.0)
         leaver.cancel()
-        await eventually(lambda: rig.decode.num_running + rig.decode.num_waiting <= 1, 1.0)
+        await until(lambda: rig.decode.num_running + rig.decode.num_waiting <= 1, 1.0)
         rig.decode.roster.validate()
         assert await old_outcome is None
         await rig.wait_idle(within_s=1.0)
@@ -146,7 +146,7 @@ async def test_one_that_leaves_gives_back_what_it_has_and_the_other_gets_its_tok
 async def test_draining_lets_one_that_was_preempted_end(way: str) -> None:
     async with workers("inproc", tiny(), times=SLOW) as rig:
         _, outcomes = await both_running(rig, WAYS[way])
-        await eventually(lambda: rig.decode.roster.has_waiting, 2.0)
+        await until(lambda: rig.decode.roster.has_waiting, 2.0)
         assert await rig.to_decode.call(Drain(grace_s=5.0), CALL_S) == Drained(num_cut=0)
         assert await asyncio.gather(*outcomes) == [None, None]
 
@@ -155,7 +155,7 @@ async def test_draining_lets_one_that_was_preempted_end(way: str) -> None:
 async def test_one_that_waits_is_cut_with_an_error_when_the_grace_time_is_over(way: str) -> None:
     async with workers("inproc", tiny(), times=SLOW) as rig:
         _, outcomes = await both_running(rig, WAYS[way])
-        await eventually(lambda: rig.decode.roster.has_waiting, 2.0)
+        await until(lambda: rig.decode.roster.has_waiting, 2.0)
         assert await rig.to_decode.call(Drain(grace_s=0.0), CALL_S) == Drained(num_cut=2)
         assert [type(failure) for failure in await asyncio.gather(*outcomes)] == [Unavailable, Unavailable]
         await rig.wait_idle(within_s=1.0)
@@ -165,7 +165,7 @@ async def test_a_ticket_that_comes_while_one_grows_is_not_preempted_and_both_end
     async with workers("inproc", tiny(9), times=Times(prefill_chunk_s=0.6, decode_step_s=0.002)) as rig:
         old = rig.run_both(make_request("old", 10, 130))
         outcomes = [asyncio.ensure_future(outcome_of(old))]
-        await eventually(lambda: len(old.made) > 4, 2.0)
+        await until(lambda: len(old.made) > 4, 2.0)
         slow = rig.run(make_request("slow", 3 * B, 10))
         outcomes.append(asyncio.ensure_future(outcome_of(slow)))
         await asyncio.wait_for(slow.granted.wait(), 2.0)
@@ -211,7 +211,7 @@ async def test_thirty_two_prompts_of_five_blocks_with_three_to_make_pass_pools_o
             asyncio.ensure_future(patiently(lambda attempt, request=request: type(impossible)(rig, request, attempt)))
             for request in requests
         ]
-        await eventually(lambda: rig.decode.num_running > 0, 2.0)
+        await until(lambda: rig.decode.num_running > 0, 2.0)
         began_s = loop.time()
         assert isinstance(await outcome_of(impossible), ContextLengthExceeded)
         assert loop.time() - began_s < 1.0

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from waiting import until
 from worker_rig import (
     CHUNK_TOKENS,
     Rig,
     Run,
     Times,
     check_stream,
-    eventually,
     make_request,
     outcome_of,
     small_config,
@@ -96,11 +96,11 @@ async def behind_a_gate(rig: Rig, *runs: Run) -> list[asyncio.Task[Any]]:
     engine.holds = everybody
     first = rig.run(make_request("first", 1, 2))
     outcomes = [asyncio.ensure_future(outcome_of(first))]
-    await eventually(lambda: len(engine.shapes) > 0, 2.0)
+    await until(lambda: len(engine.shapes) > 0, 2.0)
     engine.shapes.clear()
     for number, run in enumerate(runs, 2):
         outcomes.append(asyncio.ensure_future(outcome_of(run)))
-        await eventually(lambda number=number: rig.prefill.num_running == number, 2.0)  # type: ignore[misc]
+        await until(lambda number=number: rig.prefill.num_running == number, 2.0)  # type: ignore[misc]
     return outcomes
 
 
@@ -128,7 +128,7 @@ async def test_the_report_tells_each_prompts_own_share_of_a_step() -> None:
         for run in runs:
             decode = asyncio.ensure_future(run._decode_leg())
             legs += [decode, asyncio.ensure_future(run._prefill_leg())]
-        await eventually(lambda: rig.prefill.num_running == 4, 2.0)
+        await until(lambda: rig.prefill.num_running == 4, 2.0)
         engine_of(rig.prefill).holds = nobody
         await asyncio.gather(*legs)
         shares = []
@@ -164,9 +164,9 @@ async def test_a_step_goes_on_when_one_of_its_prompts_is_given_up() -> None:
         first, of_stays, of_leaves = await behind_a_gate(rig, stays, leaves)
         engine.holds = two_at_once
         assert await first is None
-        await eventually(lambda: engine.shapes == [[(0, 8), (0, 8)]], 2.0)
+        await until(lambda: engine.shapes == [[(0, 8), (0, 8)]], 2.0)
         of_leaves.cancel()
-        await eventually(lambda: rig.prefill.shell.counters.values()["requests_cancelled_total"] == 1, 2.0)
+        await until(lambda: rig.prefill.shell.counters.values()["requests_cancelled_total"] == 1, 2.0)
         await asyncio.sleep(0.02)
         assert not engine.was_cancelled
         assert rig.prefill.shell.ledger.counts().held == 2, "the engine is still in its blocks"
@@ -182,7 +182,7 @@ async def test_a_step_is_given_up_when_all_its_prompts_are() -> None:
         first, *outcomes = await behind_a_gate(rig, *runs)
         engine.holds = two_at_once
         assert await first is None
-        await eventually(lambda: engine.shapes == [[(0, 8), (0, 8)]], 2.0)
+        await until(lambda: engine.shapes == [[(0, 8), (0, 8)]], 2.0)
         for outcome in outcomes:
             outcome.cancel()
         await rig.wait_idle(within_s=1.0)
@@ -205,7 +205,7 @@ async def test_a_short_prompt_beside_a_long_one_has_its_first_token_within_two_c
     async with rig_of(Times(prefill_chunk_s=chunk_s)) as rig:
         long = rig.run(make_request("long", 16 * CHUNK_TOKENS, 2))
         outcome = asyncio.ensure_future(outcome_of(long))
-        await eventually(lambda: rig.prefill.num_running == 1, 2.0)
+        await until(lambda: rig.prefill.num_running == 1, 2.0)
         for number in range(6):
             began = len(engine_of(rig.prefill).shapes)
             short = rig.run(make_request(f"short-{number}", 8, 2))

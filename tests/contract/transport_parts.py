@@ -17,6 +17,7 @@ from kv_transport.shm import ShmOptions
 from kv_transport.tcp import TcpOptions
 from pd_core.layout import BlockLayout, Fingerprint
 from pd_core.ticket import Ticket, TicketRef
+from pd_engine.scratch import ScratchMemory
 from pd_rpc.wire import PeerIdentity
 from pd_worker.memory import PoolMemory
 
@@ -52,30 +53,11 @@ class SharedMemory(Filled, PoolMemory):
     """A pool that another process can be shown."""
 
 
-class ByteMemory(Filled):
-    """BlockMemory over a bytearray."""
+class ByteMemory(Filled, ScratchMemory):
+    """A pool of this process alone."""
 
     def __init__(self, num_blocks: int, block_bytes: int = LAYOUT.block_bytes) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        self._buffer = memoryview(bytearray(num_blocks * block_bytes))
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
-
-    @property
-    def buffer(self) -> memoryview:
-        return self._buffer
-
-    def block(self, block_id: int) -> memoryview:
-        if not 0 <= block_id < self._num_blocks:
-            raise IndexError(block_id)
-        return self._buffer[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
+        super().__init__(num_blocks, block_bytes)
 
 
 class Arrivals:
@@ -143,13 +125,6 @@ class Pair:
 
     def num(self, counter: str) -> int:
         return int(self.receiver.counters()[counter])
-
-
-async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """For what happens in other threads and has no event to wait for."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def transport_threads() -> list[str]:

@@ -24,8 +24,8 @@ from transport_parts import (
     num_open_files,
     num_pool_maps,
     transport_threads,
-    until,
 )
+from waiting import until
 
 from kv_transport.inproc import InprocBlockReceiver, InprocBlockSender, InprocNetwork
 from kv_transport.inproc_faults import FaultPlan

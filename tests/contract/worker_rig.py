@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import msgspec
+from waiting import until
 
 from decode_worker.worker import DecodeWorker
 from kv_transport.inproc import InprocBlockReceiver, InprocBlockSender, InprocNetwork
@@ -27,6 +28,7 @@ from pd_core.messages import (
     Preempted,
     PrefillDone,
     PromptAdmitted,
+    PromptComputed,
     ReadLedger,
     StartBoth,
     StartDecode,
@@ -134,7 +136,7 @@ class Rig:
 
     async def wait_idle(self, within_s: float = LEASE_S + 2.0) -> None:
         """Both pools are all free within so long."""
-        await eventually(lambda: self.is_idle, within_s)
+        await until(lambda: self.is_idle, within_s)
         assert all(counts.is_idle for counts in await self.ledgers())
 
     @property
@@ -237,6 +239,7 @@ class RunBoth(Run):
     """One request on the decode worker alone."""
 
     first_factor = DECODE_FACTOR
+    prompt_computed: PromptComputed | None = None
 
     async def tokens(self) -> list[int]:
         """Runs to the last token. Raises what the worker failed with."""
@@ -250,18 +253,12 @@ class RunBoth(Run):
                         self.preempted.append(num_made)
                     case TokenMade():
                         self._deliver(message)
+                    case PromptComputed():
+                        assert (self.prompt_computed, len(self.made)) == (None, 1), "once, with the first token"
+                        self.prompt_computed = message
                     case _:
                         raise AssertionError(f"{message} has no place here")
         return [token.token for token in self.made]
-
-
-async def eventually(holds: Callable[[], bool], within_s: float) -> None:
-    """Returns when it holds; fails when it does not within so long."""
-    loop = asyncio.get_running_loop()
-    ends_s = loop.time() + within_s
-    while not holds():
-        assert loop.time() < ends_s, f"it does not hold after {within_s} s"
-        await asyncio.sleep(0.002)
 
 
 def check_stream(run: Run) -> None:
@@ -348,7 +345,7 @@ async def workers(
         yield rig
         await to_prefill.close()
         await to_decode.close()
-        await eventually(lambda: rig.is_idle, config.transfer.lease_s + 2.0)
+        await until(lambda: rig.is_idle, config.transfer.lease_s + 2.0)
         prefill.shell.ledger.validate()
         decode.shell.ledger.validate()
     finally:

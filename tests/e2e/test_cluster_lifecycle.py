@@ -24,6 +24,7 @@ from standin_actors import (
     StandinPrefill,
     StandinRouter,
 )
+from waiting import until
 
 from cluster.actors import ActorClasses, real_actors
 from cluster.launch import Cluster
@@ -35,14 +36,15 @@ ray.cloudpickle.register_pickle_by_value(standin_actors)  # Ray's workers cannot
 pytestmark = [pytest.mark.usefixtures("ray_local"), pytest.mark.timeout(60)]
 
 ACTORS = ActorClasses(prefill=StandinPrefill, decode=StandinDecode, router=StandinRouter)
-LIMITS = SeatLimits(suspect_s=0.5, dead_s=1.5, first_delay_s=0.1, max_gap_s=0.5)
+LIMITS = SeatLimits(suspect_s=1.0, dead_s=3.0, first_delay_s=0.1, max_gap_s=0.5)
+"""Short for a test, and long enough that nobody is silent for want of a processor."""
 
 
 def fake_config(**sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": "fake"},
         "router": {"port": 0},
-        "heartbeat": {"interval_s": 0.1, "suspect_s": 0.5, "dead_s": 1.5},
+        "heartbeat": {"interval_s": 0.1, "suspect_s": 1.0, "dead_s": 3.0},
     }
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
@@ -63,15 +65,6 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     assert sorted(pids) == ["decode-0", "prefill-0", "router"]
     assert not [pid for pid in pids.values() if psutil.pid_exists(pid)]
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-
-
-async def until(condition: Callable[[], bool], deadline_s: float) -> float:
-    """Seconds until `condition` held."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < deadline_s, "too late"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - began_s
 
 
 async def told_of(cluster: Cluster) -> dict[str, str]:
@@ -124,8 +117,8 @@ async def test_a_killed_worker_is_started_again_under_a_new_incarnation_and_the_
 async def test_a_worker_that_falls_silent_is_killed_within_dead_s_and_started_again(cluster):
     before, pid = by_name(cluster), cluster.pids["prefill-0"]
     os.kill(pid, signal.SIGSTOP)
-    took_s = await until(lambda: not psutil.pid_exists(pid), 5.0)
-    assert LIMITS.suspect_s < took_s < LIMITS.dead_s + 1.0
+    took_s = await until(lambda: not psutil.pid_exists(pid), LIMITS.dead_s + 2.0)
+    assert took_s > LIMITS.suspect_s
     await until(lambda: "prefill-0" in by_name(cluster), 20.0)
     assert by_name(cluster)["prefill-0"] != before["prefill-0"]
     await until_told(cluster, lambda told: told == by_name(cluster), 5.0)

@@ -22,7 +22,7 @@ from load_tests.streams import running_streams, wait_first_ended
 from load_tests.transfer_bench import PROGRAM as TRANSFER_TARGET
 from load_tests.transfer_bench import TransferSource
 from pd_core.config import Config, ModelConfig
-from pd_core.errors import DeadlineExceeded, EngineError, ProtocolError, Unavailable
+from pd_core.errors import ConfigError, DeadlineExceeded, EngineError, ProtocolError, Unavailable
 
 GAP_S = 0.05
 
@@ -195,7 +195,7 @@ async def test_an_engine_process_that_is_killed_is_missed_at_once(tmp_path: Path
 def test_a_cluster_without_a_role_says_so():
     cluster = RunningCluster("h", 1, "m", 2, [WorkerProcess("decode-0", "decode", 3, [0, 1])])
     assert cluster.worker("decode").cores == [0, 1]
-    with pytest.raises(LookupError, match="no prefill worker"):
+    with pytest.raises(ConfigError, match="needs a prefill worker"):
         cluster.worker("prefill")
 
 

@@ -50,6 +50,8 @@ def test_a_stream_that_still_runs_shows_the_tokens_so_far():
     data = b"data: " + json.dumps(choice("a", [1])).encode() + b"\n\n"
     chunk = b"%x\r\n%b\r\n" % (len(data), data)
     assert moments_so_far([Piece(1.0, head + chunk), Piece(2.0, chunk), Piece(3.0, chunk[:9])]) == [1.0, 2.0]
+    end = b"e\r\ndata: [DONE]\n\n\r\n"
+    assert moments_so_far([Piece(1.0, head + chunk), Piece(2.0, end + b"0\r\n\r\n")]) == [1.0]
 
 
 def test_a_refusal_and_a_failure_on_the_way_are_raised_with_what_they_say():

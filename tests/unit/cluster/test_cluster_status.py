@@ -29,7 +29,17 @@ from pd_core.errors import ConfigError, Unavailable
 
 URL = "http://127.0.0.1:8000"
 BLOCKS = {"total": 1024, "free": 874, "reserved": 0, "held": 150, "quarantined": 0}
-PREFILL = Worker("prefill-0", "prefill", "ready", 0.2, pid=60211, num_running=1, num_waiting=0, blocks=BLOCKS)
+PREFILL = Worker(
+    "prefill-0",
+    "prefill",
+    "ready",
+    0.2,
+    pid=60211,
+    num_running=1,
+    num_waiting=0,
+    blocks=BLOCKS,
+    kv_paths={"decode-1": "tcp (shm failed, 2 in a row: nobody listens)", "decode-0": "shm"},
+)
 
 
 def test_the_map_shows_workers_load_and_pools():
@@ -55,6 +65,9 @@ def test_the_map_shows_workers_load_and_pools():
         "prefill-0  60211  ready                        1        0  [###.................]  held 150, free 874 of 1024",
         "decode-0   7      suspect, silent 2.3 s       12        3  [###=................]"
         "  reserved 40, held 150, free 874 of 1024",
+        "",
+        "KV from prefill-0 to decode-0: shm",
+        "KV from prefill-0 to decode-1: tcp (shm failed, 2 in a row: nobody listens)",
     ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from waiting import until
 
 from cluster.policy import SeatLimits, SeatState
 from cluster.supervisor import Supervisor
@@ -94,13 +94,6 @@ async def fleet() -> AsyncIterator[Fleet]:
     yield made
     await made.supervisor.end()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 3.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "too late"
-        await asyncio.sleep(0.005)
 
 
 async def test_a_start_fills_all_seats_and_ends_when_the_router_knows_the_workers(fleet):

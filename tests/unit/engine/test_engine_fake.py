@@ -14,12 +14,9 @@ from pd_core.request import GenerateRequest, SamplingParams, continue_request
 from pd_engine.fake import DECODE_FACTOR, FAKE_LAYOUT, PREFILL_FACTOR, FakeEngine
 from pd_engine.reference import generate_alone
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 
 GREEDY = SamplingParams()
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture

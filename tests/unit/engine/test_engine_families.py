@@ -18,6 +18,7 @@ from pd_engine.engine import ModelEngine
 from pd_engine.loader import load_engine, plan_engine
 from pd_engine.native.build import build
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 from pd_model.folder import ModelFolder, default_cache_dir, open_model
 
 TOLERANCE = 1e-4
@@ -131,7 +132,3 @@ def test_bfloat16_is_near_float32(families: Families) -> None:
 
 def pool_bytes(memory: ScratchMemory, block_ids: range) -> list[bytes]:
     return [bytes(memory.block(block_id)) for block_id in block_ids]
-
-
-def never() -> bool:
-    return False

@@ -23,6 +23,7 @@ from pd_engine.loader import torch_layout
 from pd_engine.pool import COPIED_BLOCKS, KvPool, StagedKvPool, pool_on
 from pd_engine.scratch import ScratchMemory
 from pd_engine.shallow_decoder import ShallowDecoder
+from pd_engine.steps import never
 from pd_engine.torch_engine import TorchEngine
 
 GREEDY = SamplingParams()
@@ -49,10 +50,6 @@ def staged(decoder: Decoder, dtype: DType) -> tuple[TorchEngine, ScratchMemory]:
     fingerprint = Fingerprint("tiny", "tiny", "tiny", "tiny", layout)
     proof = InvarianceProof("tiny", "tiny", [], "nothing was tried")
     return TorchEngine(decoder, pool, fingerprint, proof, 1), memory
-
-
-def never() -> bool:
-    return False
 
 
 def test_published_blocks_are_byte_for_byte_those_of_a_pool_that_is_the_memory(decoder: Decoder, dtype: DType) -> None:

@@ -22,15 +22,12 @@ from pd_engine.pool import KvPool
 from pd_engine.reference import generate_alone
 from pd_engine.rotary import rotary_tables
 from pd_engine.scratch import ScratchMemory
+from pd_engine.steps import never
 from pd_engine.torch_engine import TorchEngine
 from pd_engine.weights import read_weights
 
 GREEDY = SamplingParams()
 PROMPT = [(13 * i + 5) % TINY_MANIFEST.vocab_size for i in range(37)]
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture(params=list(kernels()))

@@ -98,6 +98,16 @@ def test_a_file_of_garbage_is_an_error(tmp_path: Path, cache_dir: Path) -> None:
         open_model(str(path), cache_dir)
 
 
+def test_a_special_token_beyond_the_tokens_is_named(tmp_path: Path, weights: Weights, cache_dir: Path) -> None:
+    wider = weights | {
+        "model.embed_tokens.weight": np.ones((MANIFEST.vocab_size + 1, MANIFEST.hidden_size), np.float32)
+    }
+    extra = {"tokenizer.ggml.eos_token_id": MANIFEST.vocab_size}
+    path = write_gguf(tmp_path / "beyond.gguf", wider, extra=extra)
+    with pytest.raises(ModelError, match=rf"ids outside of them: {{'eos': {MANIFEST.vocab_size}}}"):
+        open_model(str(path), cache_dir)
+
+
 def test_control_tokens_become_special_and_merges_are_kept(tiny_gguf: Path, cache_dir: Path) -> None:
     tokenizer = load_tokenizer(open_model(str(tiny_gguf), cache_dir))
     assert tokenizer.special_texts == ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

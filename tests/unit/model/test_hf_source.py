@@ -126,6 +126,7 @@ def test_an_untied_head_is_kept_and_a_tied_one_that_is_stored_anyway_is_not(tmp_
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
         ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}),
+        ("rope_parameters", {"rope_theta": "1e4"}),
         ("sliding_window", 32),
         ("num_local_experts", 8),
         ("hidden_act", "gelu"),
@@ -164,6 +165,12 @@ def test_ends_of_text_come_from_the_generation_config_first(tiny_hf: Path) -> No
 def test_a_chat_template_file_wins_over_the_tokenizer_config(tiny_hf: Path) -> None:
     (tiny_hf / "chat_template.jinja").write_text("own file")
     assert HfSource(tiny_hf).chat_template == "own file"
+
+
+def test_a_chat_template_that_is_no_utf_8_is_named(tiny_hf: Path, cache_dir: Path) -> None:
+    (tiny_hf / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is no UTF-8"):
+        open_model(str(tiny_hf), cache_dir)
 
 
 def test_of_several_chat_templates_the_default_one_is_taken(tiny_hf: Path) -> None:

@@ -83,6 +83,7 @@ def test_what_is_served(config: dict[str, Any], theta: float, scaling: RopeScali
         ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": ["yarn"]}, "no set of settings"),
         ({"rope_scaling": YARN, "rope_parameters": LLAMA3}, "say different things"),
+        ({"rope_theta": [1e4]}, "rope_theta \\[10000.0\\]; a number"),
     ],
 )
 def test_what_is_refused_is_named_with_its_file(config: dict[str, Any], sentence: str) -> None:
@@ -107,6 +108,12 @@ def test_what_is_refused_is_named_with_its_file(config: dict[str, Any], sentence
 def test_numbers_that_no_rope_can_have_are_refused(scaling: RopeScaling) -> None:
     with pytest.raises(ModelError, match="rope scaling"):
         check_manifest(replace(MANIFEST, rope_scaling=scaling))
+
+
+def test_a_theta_of_zero_is_wrong_and_not_left_out() -> None:
+    theta = rope_from_config({"rope_theta": 0}, 65536, PATH).theta
+    with pytest.raises(ModelError, match=r"rope_theta 0\.0 must be above 0"):
+        check_manifest(replace(MANIFEST, rope_theta=theta))
 
 
 def test_every_scaling_has_a_settings_digest_of_its_own() -> None:

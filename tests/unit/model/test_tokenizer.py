@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,3 +140,22 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name() -> None:
 def test_a_tokenizer_that_is_no_json_is_an_error() -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         Tokenizer("{")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(embedded: ModelAssets) -> None:
+    """Else every stream of the router would stand still for it, though it is read beside the event loop."""
+    is_over, beats = threading.Event(), []
+
+    def beat() -> None:
+        while not is_over.wait(0.001):
+            beats.append(None)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        num_tokens = len(embedded.tokenizer.encode("hello wonderful world, " * 20_000))  # a tenth of a second and more
+    finally:
+        is_over.set()
+        beating.join()
+    assert num_tokens == 80_001
+    assert len(beats) > 20

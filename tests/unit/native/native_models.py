@@ -14,6 +14,7 @@ from pd_core.layout import BLOCK_TOKENS, BlockLayout, DType
 from pd_engine.native.library import Library
 from pd_engine.native.model import NativeModel
 from pd_engine.native.spec import NativeSpec
+from pd_engine.scratch import ScratchMemory
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,18 +33,13 @@ SMALL = NativeSpec(
 )
 
 
-class Memory:
+class Memory(ScratchMemory):
     """A pool's memory, full of NaN: nothing may be read that was not written or zeroed first."""
 
     def __init__(self, num_blocks: int, layout: BlockLayout) -> None:
-        self.num_blocks = num_blocks
-        self.block_bytes = layout.block_bytes
-        self.buffer = memoryview(bytearray(b"\xff" * (num_blocks * layout.block_bytes)))
-
-    def block(self, block_id: int) -> memoryview:
-        if not 0 <= block_id < self.num_blocks:
-            raise IndexError(block_id)
-        return self.buffer[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+        super().__init__(num_blocks, layout.block_bytes)
+        for block_id in range(num_blocks):
+            self.block(block_id)[:] = b"\xff" * layout.block_bytes
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,3 @@ def random_tokens(spec: NativeSpec, num_tokens: int, *, seed: int = 7) -> list[i
 
 def with_dtype(spec: NativeSpec, dtype: DType) -> NativeSpec:
     return replace(spec, dtype=dtype)
-
-
-def never() -> bool:
-    return False

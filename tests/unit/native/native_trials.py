@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from native_models import Memory, never, random_tokens, tables_for
+from native_models import Memory, random_tokens, tables_for
 
 from pd_core.layout import BLOCK_TOKENS
 from pd_engine.native.model import Floats, NativeModel
+from pd_engine.steps import never
 
 NUM_TOKENS = 1075  # two splits and a part of the third, and no whole tile at the end
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_models import SMALL, Llama, Memory, never, random_llama, random_tokens, tables_for, with_dtype
+from native_models import SMALL, Llama, Memory, random_llama, random_tokens, tables_for, with_dtype
 from native_trials import NUM_TOKENS, Trial, forever
 
 from pd_core.engine import SequenceStep
 from pd_core.layout import DType
 from pd_engine.native.library import Library
 from pd_engine.native.model import NativeModel
+from pd_engine.steps import never
 
 SPEC = replace(SMALL, num_layers=2, hidden_size=48, intermediate_size=64, num_heads=3, num_kv_heads=1)
 

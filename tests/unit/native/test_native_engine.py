@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from native_models import SMALL, Memory, never, random_llama, random_tokens
+from native_models import SMALL, Memory, random_llama, random_tokens
 
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import Cancelled, EngineError
@@ -17,6 +17,7 @@ from pd_engine.native.engine import NativeEngine
 from pd_engine.native.library import Library
 from pd_engine.native.numerics import numerics_id, probe
 from pd_engine.reference import generate_alone
+from pd_engine.steps import never
 
 GREEDY = SamplingParams()
 

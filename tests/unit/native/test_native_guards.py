@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import SMALL, Memory, never, random_llama, random_tokens
+from native_models import SMALL, Memory, random_llama, random_tokens
 
 from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled, EngineError, ModelError
 from pd_engine.native.library import Library
 from pd_engine.native.model import NativeModel, _c_spec
 from pd_engine.native.spec import NativeSpec
+from pd_engine.steps import never
 
 TOKENS = random_tokens(SMALL, 40)
 
@@ -73,8 +74,12 @@ def test_a_pool_of_another_layout_is_refused(model: NativeModel) -> None:
 
 
 def test_a_read_only_pool_is_refused(model: NativeModel) -> None:
-    memory = Memory(4, SMALL.layout)
-    memory.buffer = memory.buffer.toreadonly()
+    class ReadOnly(Memory):
+        @property
+        def buffer(self) -> memoryview:
+            return super().buffer.toreadonly()
+
+    memory = ReadOnly(4, SMALL.layout)
     with pytest.raises(EngineError, match="writable"):
         model.forward([SequenceStep([1], 0, [0], None)], [0], memory, never)
 

@@ -14,7 +14,6 @@ from native_models import (
     SMALL,
     Llama,
     Memory,
-    never,
     random_llama,
     random_tokens,
     reference_logits,
@@ -30,6 +29,7 @@ from pd_engine.native.library import Library
 from pd_engine.native.model import NativeModel
 from pd_engine.native.numerics import numerics_id
 from pd_engine.native.quantise import MOST, quantise_rows
+from pd_engine.steps import never
 
 EMBEDDING = "model.embed_tokens.weight"
 SPEC = replace(SMALL, num_layers=2, hidden_size=48, intermediate_size=64, num_heads=3, num_kv_heads=1)

@@ -11,7 +11,6 @@ from native_models import (
     SMALL,
     Llama,
     Memory,
-    never,
     random_llama,
     random_tokens,
     reference_logits,
@@ -23,6 +22,7 @@ from torch import Tensor
 from pd_core.layout import DType
 from pd_engine.native.library import Library
 from pd_engine.native.spec import NativeSpec
+from pd_engine.steps import never
 
 # Largest error relative to the logits' spread: float32 rounds in the 7th digit, bfloat16 in the 3rd.
 TOLERANCE: dict[DType, float] = {"float32": 2e-5, "bfloat16": 4e-2}

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from native_models import SMALL, Memory, never, random_llama, random_tokens, reference_logits, tables_for, with_dtype
+from native_models import SMALL, Memory, random_llama, random_tokens, reference_logits, tables_for, with_dtype
 
 from pd_core.layout import DType
 from pd_engine.native.library import Library
 from pd_engine.native.model import _c_spec
 from pd_engine.native.spec import NativeSpec
+from pd_engine.steps import never
 
 
 class Sizes(NamedTuple):

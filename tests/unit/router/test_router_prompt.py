@@ -14,7 +14,8 @@ from pd_core.errors import Cancelled, ContextLengthExceeded, Overloaded
 from pd_model.assets import ModelAssets, load_assets
 from pd_model.fake import fake_model
 from pd_model.folder import default_cache_dir
-from router.prompt import LONG_CHARACTERS, MAX_AT_ONCE, PromptReader, unless_left
+from pd_model.tokenizer import GUARD
+from router.prompt import LONG_CHARACTERS, MAX_AT_ONCE, MESSAGE_CHARACTERS, PromptReader, unless_left
 
 LONG = [{"role": "user", "content": "x" * LONG_CHARACTERS}]
 SHORT = [{"role": "user", "content": "x"}]
@@ -142,3 +143,22 @@ async def test_many_texts_are_as_long_as_all_of_them_together() -> None:
         await reader.read_texts(texts, 10_000)
     tokenizer.gate.set()
     assert await asyncio.gather(*reading) == [[[7]] * 4] * MAX_AT_ONCE
+
+
+async def test_many_messages_without_text_are_long_too() -> None:
+    """The template takes its time for each of them."""
+    tokenizer = SlowTokenizer()
+    reader = PromptReader(with_tokenizer(tokenizer), max_waiting=0)
+    messages = [{"role": "user", "content": ""}] * (LONG_CHARACTERS // MESSAGE_CHARACTERS)
+    reading = [asyncio.create_task(reader.read_chat(messages, 10_000)) for _ in range(MAX_AT_ONCE)]
+    await until_running(tokenizer, MAX_AT_ONCE)
+    with pytest.raises(Overloaded):
+        await reader.read_chat(messages, 10_000)
+    tokenizer.gate.set()
+    assert await asyncio.gather(*reading) == [[7]] * MAX_AT_ONCE
+
+
+async def test_no_character_of_a_text_is_dropped_in_silence() -> None:
+    """The tokenizer cuts at GUARD and leaves it out; in a client's text it is read as in a client's message."""
+    reader = PromptReader(with_tokenizer(PlainTokenizer()), max_waiting=1)
+    assert await reader.read_texts([f"a{GUARD}b"], max_tokens=10) == [[1, 97, 0xFFFD, 98]]

@@ -3,153 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import msgspec
 import pytest
+from run_parts import COMMITTED, DONE, PLACEMENT, STEPS, Host, new_run, prefilling, settle, ticket
 
 from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
 from pd_core.messages import (
-    ChunkDone,
-    HandoffCommitted,
-    Preempted,
-    PrefillDone,
-    PromptAdmitted,
-    StartBoth,
     StartDecode,
-    StartPrefill,
-    TicketGranted,
     TokenMade,
 )
-from pd_core.request import FinishReason, GenerateRequest, SamplingParams
+from pd_core.request import FinishReason
 from pd_core.request_life import RequestState
-from pd_core.ticket import Ticket, TicketRef
-from router.policy import Placement
-from router.request_run import RequestRun
-from router.step_clock import StepDeadlines
 from router.view import WorkerRef
-
-PLACEMENT = Placement("p0", "d0", "because")
-ON_ONE = Placement(None, "d0", "because")
-STEPS = StepDeadlines(reserve_s=5, first_token_s=60, prompt_token_s=0.1, next_token_s=30, linger_s=0.05)
-COMMITTED = HandoffCommitted("tcp", 1, 100, 0.1)
-DONE = PrefillDone([ChunkDone(0, 20, 0.0, 0.1)], 0.1, 0.1, 100)
-
-
-class Stream:
-    """What a worker says on one leg, put in by the test; an exception is raised, None ends it."""
-
-    def __init__(self, body: StartDecode | StartBoth | StartPrefill) -> None:
-        self.body = body
-        self.is_open = True
-        self.say_when_closed: Exception | None = None
-        self._said: asyncio.Queue[Any] = asyncio.Queue()
-
-    def say(self, *messages: Any) -> None:
-        for message in messages:
-            self._said.put_nowait(message)
-
-    async def for_each(self, take: Callable[[Any], bool]) -> None:
-        while (message := await self._said.get()) is not None:
-            if isinstance(message, Exception):
-                raise message
-            if not take(message):
-                return
-
-
-class Host:
-    """Everything around a run; remembers what it was told. `fail_open`: raised instead of opening a stream."""
-
-    def __init__(self) -> None:
-        self.clock_s = 100.0
-        self.streams: dict[str, Stream] = {}
-        self.over: list[tuple[str, bool]] = []
-        self.admitted: list[str] = []
-        self.computed: list[str] = []
-        self.preempted: list[str] = []
-        self.worker_progress_s = 0.0
-        self.refused_by: list[str] = []
-        self.num_ended = 0
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def now_s(self) -> float:
-        return self.clock_s
-
-    def ref_of(self, worker: str) -> WorkerRef:
-        return WorkerRef(worker, "boot")
-
-    @contextlib.asynccontextmanager
-    async def open_stream(self, ref: WorkerRef, body: Any, deadline_s: float) -> AsyncIterator[Stream]:
-        assert deadline_s > 0
-        stream = self.streams[ref.name] = Stream(body)
-        try:
-            yield stream
-        except asyncio.CancelledError:
-            if stream.say_when_closed is not None:
-                raise stream.say_when_closed from None
-            raise
-        finally:
-            stream.is_open = False
-
-    def leg_opened(self, task: asyncio.Task[None]) -> None:
-        self.tasks.append(task)
-
-    def leg_admitted(self, ref: WorkerRef, work_id: str) -> None:
-        self.admitted.append(ref.name)
-
-    def prompt_computed(self, ref: WorkerRef, work_id: str, num_prompt: int) -> None:
-        self.computed.append(ref.name)
-
-    def leg_preempted(self, ref: WorkerRef, work_id: str) -> None:
-        self.preempted.append(ref.name)
-
-    def leg_resumed(self, ref: WorkerRef, work_id: str) -> None:
-        self.preempted.remove(ref.name)
-
-    def progress_s(self, ref: WorkerRef) -> float:
-        return self.worker_progress_s
-
-    def leg_over(self, ref: WorkerRef, work_id: str, num_made: int, task: asyncio.Task[None] | None) -> None:
-        self.over.append((ref.name, task is not None))
-
-    def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None:
-        self.refused_by.append(refused_by.name)
-
-    def token_came(self, gap_s: float | None) -> None:
-        pass
-
-    def run_over(self, run: RequestRun) -> None:
-        self.num_ended += 1
-
-    def are_all_closed(self) -> bool:
-        return all(task.done() for task in self.tasks) and not any(s.is_open for s in self.streams.values())
-
-
-def new_run(host: Host, max_tokens: int = 3) -> RequestRun:
-    request = GenerateRequest("r", list(range(20)), max_tokens, SamplingParams())
-    return RequestRun(request, host, arrived_s=host.clock_s, deadline_s=600, steps=STEPS)
-
-
-def ticket(attempt: int = 1) -> TicketGranted:
-    return TicketGranted(Ticket(TicketRef("t", "boot", 1, attempt), "r", 0, [0], 3.0, "127.0.0.1", 1, []))
-
-
-async def settle() -> None:
-    """Lets every task run until it waits for the test."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def prefilling(host: Host, max_tokens: int = 3) -> RequestRun:
-    """A run whose ticket has come."""
-    run = new_run(host, max_tokens)
-    run.place(PLACEMENT)
-    await settle()
-    host.streams["d0"].say(ticket())
-    await settle()
-    return run
 
 
 async def test_tokens_of_both_legs_become_one_stream_and_both_legs_end() -> None:
@@ -392,8 +257,7 @@ async def test_a_leg_that_does_not_say_its_last_word_is_cancelled_after_a_moment
 
 async def test_a_continuation_counts_on_from_where_the_client_is() -> None:
     host = Host()
-    run = new_run(host)
-    run.request = msgspec.structs.replace(run.request, first_index=5)
+    run = new_run(host, first_index=5)
     run.place(PLACEMENT)
     await settle()
     host.streams["d0"].say(ticket())
@@ -403,129 +267,3 @@ async def test_a_continuation_counts_on_from_where_the_client_is() -> None:
     assert [event.index for event in await run.next_events()] == [5]
     run.leave()
     await settle()
-
-
-async def both_on_one(host: Host, max_tokens: int = 3) -> RequestRun:
-    """A run whose prompt decode computes."""
-    run = new_run(host, max_tokens)
-    run.place(ON_ONE)
-    await settle()
-    host.streams["d0"].say(PromptAdmitted())
-    await settle()
-    return run
-
-
-async def test_one_worker_may_do_both_phases() -> None:
-    host = Host()
-    run = await both_on_one(host)
-    body = host.streams["d0"].body
-    assert isinstance(body, StartBoth)
-    assert body.attempt == 1
-    assert (host.admitted, host.computed) == (["d0"], [])
-    host.streams["d0"].say(*[TokenMade(index, 7) for index in range(2)], TokenMade(2, 9, FinishReason.LENGTH), None)
-    await settle()
-    assert [event.token for event in await run.next_events()] == [7, 7, 9]
-    assert await run.next_events() == []
-    assert (host.computed, host.over, host.are_all_closed()) == (["d0"], [("d0", True)], True)
-    timeline = run.timeline
-    assert (timeline.outcome, timeline.prefill, timeline.path, timeline.num_chunks) == ("finished", None, None, None)
-
-
-async def test_a_worker_of_both_phases_that_has_no_room_gives_the_turn_back() -> None:
-    host = Host()
-    run = new_run(host)
-    run.place(ON_ONE)
-    await settle()
-    host.streams["d0"].say(Overloaded("no room"))
-    await settle()
-    assert (run.life.state, host.refused_by, host.over) == (RequestState.QUEUED, ["d0"], [("d0", True)])
-    run.leave()
-
-
-@pytest.mark.parametrize("message", [ticket(), COMMITTED])
-async def test_a_message_of_a_handoff_has_no_place_where_there_is_none(message: msgspec.Struct) -> None:
-    host = Host()
-    run = await both_on_one(host)
-    host.streams["d0"].say(message)
-    await settle()
-    assert run.timeline.error == "protocol_error"
-    assert host.are_all_closed()
-
-
-async def test_a_preempted_stream_goes_on_and_is_not_late_as_long_as_its_worker_gets_on() -> None:
-    host = Host()
-    run = await both_on_one(host)
-    host.streams["d0"].say(TokenMade(0, 7), Preempted(1))
-    await settle()
-    assert host.preempted == ["d0"]
-    for _ in range(5):
-        host.clock_s += STEPS.next_token_s
-        host.worker_progress_s = host.clock_s - 1
-        run.check_time(host.clock_s)
-        assert not run.life.is_over
-    host.streams["d0"].say(TokenMade(1, 8), TokenMade(2, 9, FinishReason.LENGTH), None)
-    await settle()
-    assert [event.token for event in await run.next_events()] == [7, 8, 9]
-    assert host.preempted == []
-    assert (run.timeline.num_preemptions, run.timeline.preempted_s) == (1, 100.0)
-
-
-async def test_a_late_copy_of_the_first_token_does_not_end_a_preemption() -> None:
-    host = Host()
-    run = await prefilling(host)
-    host.streams["d0"].say(COMMITTED, TokenMade(0, 7), Preempted(1))
-    await settle()
-    host.streams["p0"].say(TokenMade(0, 7), DONE, None)
-    await settle()
-    assert host.preempted == ["d0"]
-    host.clock_s += STEPS.next_token_s
-    host.worker_progress_s = host.clock_s
-    run.check_time(host.clock_s)
-    assert not run.life.is_over
-    host.streams["d0"].say(TokenMade(1, 8))
-    await settle()
-    assert host.preempted == []
-    run.leave()
-    await settle()
-
-
-async def test_a_preempted_stream_is_late_when_its_worker_stands_still_or_its_own_time_is_over() -> None:
-    for progress_s, wait_s in ((100.0, STEPS.next_token_s), (1e9, 600.0)):
-        host = Host()
-        run = await both_on_one(host)
-        host.streams["d0"].say(TokenMade(0, 7), Preempted(1))
-        await settle()
-        host.worker_progress_s = progress_s
-        run.check_time(host.clock_s + wait_s - 0.1)
-        assert not run.life.is_over
-        run.check_time(host.clock_s + wait_s)
-        assert run.life.state is RequestState.FAILED
-        await settle()
-        assert host.are_all_closed()
-
-
-async def test_what_prefill_and_decode_report_is_written_down_also_after_the_last_token() -> None:
-    host = Host()
-    run = await prefilling(host, max_tokens=1)
-    host.streams["p0"].say(TokenMade(0, 7, FinishReason.LENGTH), DONE, None)
-    await settle()
-    assert run.timeline.chunks == DONE.chunks
-    run = await prefilling(host, max_tokens=2)
-    host.streams["d0"].say(COMMITTED, TokenMade(0, 7), TokenMade(1, 7, FinishReason.LENGTH), None)
-    await settle()
-    assert (run.timeline.path, run.timeline.num_kv_blocks, run.timeline.handoff_s) == ("tcp", 1, 0.1)
-    assert run.timeline.exposed_s == 0.0
-
-
-async def test_every_placement_is_kept_with_its_reason_and_only_so_many() -> None:
-    host = Host()
-    run = new_run(host)
-    for number in range(20):
-        run.place(msgspec.structs.replace(PLACEMENT, reason=f"reason {number}"))
-        await settle()
-        host.streams["d0"].say(Overloaded("no room"))
-        await settle()
-    notes = run.timeline.placements
-    assert (len(notes), notes[0].reason, notes[-1].reason) == (16, "reason 0", "reason 19")
-    assert run.timeline.num_attempts == 20
-    run.leave()

@@ -8,10 +8,10 @@ import msgspec
 
 from pd_rpc.auth import CONTROL_KIND, NONCE_BYTES, Challenge, Side
 from pd_rpc.client_core import ClientConnection
-from pd_rpc.connection import ConnectionState, Event, PeerProved
+from pd_rpc.connection import ConnectionClosed, ConnectionState, Event, PeerProved
 from pd_rpc.limits import DEFAULT_LIMITS, RpcLimits
 from pd_rpc.server_core import ServerConnection
-from pd_rpc.wire import PeerIdentity
+from pd_rpc.wire import PeerIdentity, encode
 
 SECRET = b"the secret of the cluster"
 ROUTER = PeerIdentity("router-0", "router", "a1")
@@ -25,6 +25,9 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
     index: int
+
+
+RAW = msgspec.Raw(encode(Answer(0)))
 
 
 def challenge(side: Side, secret: bytes = SECRET, kind: str = CONTROL_KIND) -> Challenge:
@@ -60,3 +63,10 @@ def exchange(client: ClientConnection, server: ServerConnection, now_s: float = 
                 else:
                     events.append(event)
     return events
+
+
+def closing_error(events):
+    """The error of the one ConnectionClosed, which must be the last event."""
+    assert [isinstance(event, ConnectionClosed) for event in events].count(True) == 1
+    assert isinstance(events[-1], ConnectionClosed)
+    return events[-1].error

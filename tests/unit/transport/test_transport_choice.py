@@ -95,6 +95,8 @@ async def test_a_push_whose_path_fails_goes_on_over_the_next_and_later_ones_stay
     assert sender.paths()["boot"]["shm"].reason == "@name: gone"
     assert sender.paths()["boot"]["tcp"] == WORKS
     assert "KV path shm to boot boot failed, 1 in a row: @name: gone" in caplog.text
+    assert sender.path_to("boot") == "tcp (shm failed, 1 in a row: @name: gone)"
+    assert sender.path_to("another") == ""
 
 
 async def test_what_one_boot_of_a_receiver_cannot_do_another_boot_is_asked_again():
@@ -108,7 +110,9 @@ async def test_a_path_that_is_the_only_one_is_tried_although_it_failed_a_moment_
     sender = RoutedSender({"shm": shm})
     with pytest.raises(TransferError, match=r"^gone$"):
         await push(sender, SHM)
+    assert sender.path_to("boot") == "none (shm failed, 1 in a row: gone)"
     assert await push(sender, SHM) == "shm"
+    assert sender.path_to("boot") == "shm"
     assert sender.paths() == {"boot": {"shm": WORKS}}
 
 

@@ -15,7 +15,7 @@ from decode_worker.roster import Roster
 from decode_worker.sequence import DecodeSequence
 from pd_core.errors import Cancelled, DeadlineExceeded, EngineError, KvrelayError
 from pd_core.ledger import BlockLedger
-from pd_core.messages import Preempted, TokenMade
+from pd_core.messages import Preempted, PromptComputed, TokenMade
 from pd_core.request import FinishReason, GenerateRequest, SamplingParams
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
@@ -81,7 +81,7 @@ class Bench:
         self, name: str, tokens: list[int], max_tokens: int, max_items: int, stop: tuple[int, ...]
     ) -> DecodeSequence:
         request = GenerateRequest(name, tokens, max_tokens, SamplingParams(), list(stop))
-        return DecodeSequence(request, 1, Outbox(max_items))
+        return DecodeSequence(request, 1, Outbox(max_items), now_s=0.0)
 
     def end(self, sequence: DecodeSequence, error: KvrelayError) -> None:
         sequence.end(error)
@@ -319,7 +319,7 @@ async def test_one_that_cannot_grow_takes_the_blocks_of_the_youngest_which_goes_
         await bench.engine.until_inside()
         bench.engine.gate.set()
         await bench.until_left(old, young)
-        told = [message async for message in young.outbox]
+        told = [message async for message in young.outbox if not isinstance(message, PromptComputed)]
         number = next(place for place, message in enumerate(told) if isinstance(message, Preempted))
         assert told[number] == Preempted(number)
         assert 0 < number < 60
@@ -389,3 +389,19 @@ async def test_a_preempted_one_whose_router_does_not_read_ends_and_is_not_comput
         await bench.until_left(old, young)
         with pytest.raises(DeadlineExceeded):
             await messages(young)
+
+
+async def test_a_router_that_does_not_read_loses_a_stream_that_is_preempted_and_that_leaves_though_nobody_runs() -> (
+    None
+):
+    async with small_pool(num_blocks=4) as bench:
+        deaf = bench.join("deaf", 60, max_items=46)
+        ticket = bench.roster.try_reserve("ticket", 16, 16)
+        assert ticket is not None
+        await bench.until_left(deaf)
+        with pytest.raises(DeadlineExceeded, match="nobody reads"):
+            await messages(deaf)
+        assert not bench.roster.has_waiting, "nobody else could be let in"
+        bench.ledger.abort(ticket.epoch)
+        bench.ledger.end_quarantine(ticket.epoch)
+        bench.roster.leave("ticket")

@@ -13,13 +13,10 @@ from gate_engine import GateEngine
 from pd_core.engine import SequenceStep
 from pd_core.errors import Cancelled, EngineError, InvalidTransition
 from pd_core.request import SamplingParams
+from pd_engine.steps import never
 from pd_worker.engine_thread import EngineThread
 
 STEP = [SequenceStep([1], 0, [0], SamplingParams())]
-
-
-def never() -> bool:
-    return False
 
 
 @pytest_asyncio.fixture

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from pd_core.engine import SequenceStep
 from pd_core.errors import ConfigError
 from pd_core.request import SamplingParams
 from pd_worker.build import Role, build_engine
-from pd_worker.process import log_to, use_cores
+from pd_worker.process import COMPUTING_NICE, LOWEST_NICE, let_others_first, log_to, use_cores
 
 FAKE = Config(
     model=ModelConfig(path="fake", fake=FakeEngineConfig(context_tokens=128)),
@@ -54,6 +55,21 @@ def test_a_process_is_tied_to_cores_that_it_has_and_to_no_others() -> None:
     finally:
         use_cores(sorted(before))
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_that_lets_others_first_takes_its_children_along_and_nobody_else() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def nice_of_a_child() -> int:
+        with ThreadPoolExecutor(1) as child:
+            return child.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+
+    with ThreadPoolExecutor(1, initializer=let_others_first) as computing:
+        assert computing.submit(nice_of_a_child).result() == min(own + COMPUTING_NICE, LOWEST_NICE)
+        for _ in range(3):
+            computing.submit(let_others_first).result()  # the lowest is no error
+        assert computing.submit(nice_of_a_child).result() == LOWEST_NICE
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_log_lines_go_to_a_private_file_as_json_with_the_request_id(tmp_path: Path) -> None:
