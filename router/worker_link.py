@@ -114,10 +114,10 @@ class WorkerLink:
                 try:
                     self._client = client
                     why = await self._watch(client)
+                    self._listener.on_lost(self.ref, why)  # first of all: nobody is to be sent there meanwhile
                 finally:
                     self._client = None
                     await client.close()
-                self._listener.on_lost(self.ref, why)
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 

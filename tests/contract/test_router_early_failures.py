@@ -256,6 +256,28 @@ async def test_when_the_last_worker_of_a_role_dies_nobody_waits_for_it() -> None
         await until(on.is_idle)
 
 
+async def test_when_one_of_two_workers_dies_those_who_wait_are_served_by_the_other() -> None:
+    async with stage(num_prefill=2) as on, httpx.AsyncClient(base_url=on.url) as client:
+        gate = asyncio.Event()
+        usual = on.handoffs.prefill
+
+        async def prefill(body: StartPrefill) -> Messages:
+            await gate.wait()
+            async for message in usual(body):
+                yield message
+
+        for worker in on.prefills:
+            worker.script = prefill
+        sent = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{i}"))) for i in range(6)]
+        await until(lambda: on.router.serving.num_waiting == 4)
+        on.p0.crash()
+        await until(lambda: any(reply.done() for reply in sent))
+        gate.set()
+        replies = [await reply for reply in sent]
+        assert sorted(reply.status_code for reply in replies) == [200] * 5 + [503], "it had one of them"
+        await until(on.is_idle)
+
+
 async def test_what_never_fits_is_refused_at_once_and_always_alike_however_full_the_pools_are() -> None:
     """Known fault 4: the smallest of context, prefill pool and decode pool is the limit: 12 blocks here."""
 
