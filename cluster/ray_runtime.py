@@ -37,6 +37,15 @@ REMOVE_RETRY_S = 0.05
 """Ray's threads in this process may still put a file into a folder that is just being emptied."""
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of ours goes through the object store; this is a little above the least that Ray accepts."""
+SETTINGS = {
+    "worker_niceness": 0,  # by default actors run at nice 15
+    # Reports for a dashboard that we do not start. They cost every actor processor time, the idle ones too.
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    "io_context_event_loop_lag_collection_interval_ms": 0,
+    "task_events_report_interval_ms": 0,
+}
+"""Ray's own, of its processes and of every actor's."""
 logger = logging.getLogger(__name__)
 
 
@@ -88,7 +97,7 @@ class RayRuntime:
                 configure_logging=False,
                 _temp_dir=str(self.folder / "r"),  # this one Ray opens to everybody; ours around it stays closed
                 _plasma_directory=str(self.folder),  # /dev/shm is small in containers, and nothing large goes there
-                _system_config={"worker_niceness": 0},  # by default actors run at nice 15
+                _system_config=SETTINGS,
             )
             if on_lost is not None:
                 self._watch = RayWatch(on_lost)

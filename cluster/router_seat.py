@@ -48,7 +48,8 @@ class RouterSeat(ActorSeat):
                 logger.warning("the router does not answer", extra={"reason": sentence_of(error)})
             else:
                 on_heard()
-            await asyncio.sleep(heartbeat.interval_s)
+            # Half of what makes it suspect is often enough, and being asked is no small part of what it costs idle.
+            await asyncio.sleep(max(heartbeat.interval_s, heartbeat.suspect_s / 2))
 
     async def ask_ready(self, deadline_s: float) -> dict[str, Any]:
         """What /ready would say."""
