@@ -17,7 +17,7 @@ help:
 	@echo "make cluster-test  whole clusters of real processes, their faults, bits against one process"
 	@echo "make identity  all 80 questions through every kind of cluster against one process (half an hour)"
 	@echo "make newcomer  clean clone, README's commands, nothing left behind"
-	@echo "make bench   every figure of docs/benchmarks.md, into benchmarks/latest.json (a quarter of an hour, quiet machine)"
+	@echo "make bench   every figure of docs/benchmarks.md, into benchmarks/latest.json (quiet machine)"
 	@echo "make lock    refresh requirements.lock from pyproject.toml"
 
 # The stamp is newer than its inputs exactly when the environment is up to date.
