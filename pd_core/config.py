@@ -94,13 +94,30 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """host: the address that workers bind to and advertise; lease_s: how long a writer may be silent.
 
-    path: "auto" is the fastest that the two workers have: shared memory on one host, else TCP; a name allows it alone
+    path: "auto" is the fastest that the two workers have: shared memory on one host, else RDMA, else TCP; a name
+          allows it alone
+    digests: whether every block is compared with its producer's digest when it arrives
+    tcp_connections: between two workers; None is as many as measure fastest
     """
 
     host: str = "127.0.0.1"
-    path: Literal["auto", "shm", "tcp"] = "auto"
+    path: Literal["auto", "shm", "ucx", "tcp"] = "auto"
     lease_s: float = 3.0
     push_timeout_s: float = 10.0
+    digests: bool = True
+    tcp_connections: int | None = None
+
+
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PEM files, at the same place on every host: what workers and router show each other, and who must have signed it.
+
+    certificate: ours, with whatever lies between it and the authority; key: its private key
+    authority:   signs every certificate of the cluster
+    """
+
+    certificate: str
+    key: str
+    authority: str
 
 
 class HeartbeatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,12 +129,15 @@ class HeartbeatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """tls: of the connections between router and workers; None leaves them readable on the network."""
+
     model: ModelConfig = ModelConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     transfer: TransferConfig = TransferConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    tls: TlsConfig | None = None
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -161,6 +181,7 @@ def check_config(config: Config) -> None:
         ("decode.num_blocks", config.decode.num_blocks, 1 << 24),
         ("decode.prompt_chunk_tokens", config.decode.prompt_chunk_tokens, 512),
         ("decode.num_threads", config.decode.num_threads, 1024),
+        ("transfer.tcp_connections", config.transfer.tcp_connections, 16),
     ]
     limits += [(path, value, 1, high) for path, value, high in optional if value is not None]
     for path, number, low, high in limits:

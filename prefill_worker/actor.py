@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from kv_transport import shm, tcp
-from kv_transport.choice import RoutedSender
-from kv_transport.interface import BlockSender
-from kv_transport.shm_sender import ShmBlockSender
-from kv_transport.tcp_sender import TcpBlockSender
+from kv_transport.paths import make_sender
 from pd_core.engine import Engine
-from pd_rpc.wire import PeerIdentity
 from pd_worker.memory import PoolMemory
 from pd_worker.worker_actor import WorkerActor
 from prefill_worker.worker import PrefillWorker
@@ -25,14 +20,5 @@ class PrefillActor(WorkerActor):
             config=self.config,
             engine=engine,
             memory=memory,
-            transport=lambda _, identity: self._sender(memory, identity),
+            transport=lambda _, identity: make_sender(memory, identity, self.secret, self.config.transfer),
         )
-
-    def _sender(self, memory: PoolMemory, identity: PeerIdentity) -> BlockSender:
-        """Over the paths that the config allows; tickets list them best first."""
-        senders: dict[str, BlockSender] = {}
-        if self.config.transfer.path in ("auto", "shm"):
-            senders[shm.PATH] = ShmBlockSender(memory, identity, self.secret)
-        if self.config.transfer.path in ("auto", "tcp"):
-            senders[tcp.PATH] = TcpBlockSender(memory, identity, self.secret)
-        return RoutedSender(senders)
