@@ -8,14 +8,15 @@ PROTOTYPE ?= ../shared/experiments/kernels
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format unit cluster-test identity newcomer bench lock clean
+.PHONY: help serve test lint format unit cluster-test identity chaos newcomer bench lock clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
 	@echo "make lint    ruff, mypy --strict, import contracts"
 	@echo "make unit    the quick tests alone, without linters"
-	@echo "make cluster-test  whole clusters of real processes, their faults, bits against one process"
+	@echo "make cluster-test  whole clusters of real processes, several hosts on one machine (as root), faults, bits"
 	@echo "make identity  all 80 questions through every kind of cluster against one process (half an hour)"
+	@echo "make chaos   random faults by the thousand, over every way that KV can take (half an hour)"
 	@echo "make newcomer  clean clone, README's commands, nothing left behind"
 	@echo "make bench   every figure of docs/benchmarks.md, into benchmarks/latest.json (quiet machine)"
 	@echo "make lock    refresh requirements.lock from pyproject.toml"
@@ -59,6 +60,10 @@ cluster-test: .venv/.installed
 
 identity: .venv/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --traces=$(TRACES) --timeout 3600 tests/identity
+
+# Another seed each time; a failure names it.
+chaos: .venv/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow --timeout 1200 tests/contract
 
 newcomer:
 	bash tests/newcomer.sh

@@ -2,7 +2,7 @@
 
 config_file  one YAML file and the flags that override it
 sizes        pure: pool sizes, threads, cores and GPUs of every worker
-machine      what this machine has: cores, memory, GPUs
+machine      what this machine has: cores, memory, GPUs; machine_facts says more of it, for people
 model_size   what the model needs: bytes of a block, of the weights
 native_kernels  the kernels' library, built before the workers need it
 preflight    start-up checks, in clear sentences
@@ -19,8 +19,10 @@ keeper       feeds one seat's life with events and carries out its commands
 supervisor   all keepers; tells the router who is alive
 launch       Cluster: start and stop of the whole
 status       `kvrelay status`: a map of a running cluster
+doctor       `kvrelay doctor`: probes every pair of workers through the router (router_http), or this host (local_probe)
+diagnosis    pure: what that has found and whether it is well; handoff_tax: what it costs, doctor_report: as text
 up           one run of `kvrelay up`, from the first check until nothing is left
 progress, stop_signals, log_files   what such a run shows, heeds and writes down
-cli          `kvrelay`: signals first (early_signals), then the commands (commands, bench_command)
+cli          `kvrelay`: signals first (early_signals), then the commands (commands, bench_command, doctor_command)
 bench_cluster   clusters for benches: `kvrelay up` as a process
 """

@@ -22,6 +22,7 @@ import platformdirs
 
 from cluster.bench_command import bench
 from cluster.config_file import load_config
+from cluster.doctor_command import doctor
 from pd_core.config import Config, RouterConfig
 from pd_core.errors import ConfigError, KvrelayError
 
@@ -50,7 +51,7 @@ def kvrelay() -> None:
 @click.option("--prefill", "num_prefill", type=int, help="Prefill workers; 0: decode workers do both. [default: 1]")
 @click.option("--decode", "num_decode", type=int, help="Decode workers. [default: 1]")
 @click.option(
-    "--transfer", type=click.Choice(["auto", "shm", "tcp"]), help="How KV moves. [default: auto, the fastest]"
+    "--transfer", type=click.Choice(["auto", "shm", "ucx", "tcp"]), help="How KV moves. [default: auto, the fastest]"
 )
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="On cuda each worker has its own GPU. [default: cpu]"
@@ -108,6 +109,7 @@ def status(url: str, as_json: bool) -> None:
 
 
 kvrelay.add_command(bench)
+kvrelay.add_command(doctor)
 
 
 def make_state_dir() -> Path:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from cluster.machine import count_gpus
 from cluster.sizes import check_gpus
-from pd_core.config import Config
+from pd_core.config import Config, check_advertised
 from pd_core.errors import ConfigError, ModelError
 from pd_model.fake import FAKE_NAME
 from pd_model.folder import embedded_gguf
 from pd_model.hf_source import source_files
+from pd_rpc.tls import load_tls
 
 FIRST_PARTY = (
     "cluster",
@@ -40,7 +41,8 @@ def check_all(config: Config, state_dir: Path) -> None:
     check_platform(sys.version_info[:2], sys.platform)
     check_packages(FIRST_PARTY, Path(__file__).resolve().parent.parent)
     check_port(config.router.host, config.router.port)
-    check_host(config.transfer.host, "transfer.host")
+    check_advertised(check_host(config.transfer.host, "transfer.host"), "transfer.host")
+    load_tls(config.tls)
     check_disk(state_dir)
     if config.model.device == "cuda":
         check_gpus(config, count_gpus())
@@ -86,24 +88,26 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
-def check_host(host: str, param: str) -> None:
-    """Raises ConfigError, naming the setting, unless some port of this address can be listened on."""
+def check_host(host: str, param: str) -> str:
+    """The address that it stands for. Raises ConfigError, naming the setting, unless some port of it can be listened
+    on."""
     if not host:
         raise ConfigError(f"{param} is empty; it must be an address of this machine, like 127.0.0.1", param=param)
     try:
-        _listen_once(host, 0)
+        return _listen_once(host, 0)
     except (OSError, ValueError) as error:  # ValueError: what cannot be a name at all
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{param} {host!r} is no address of this machine: {why}", param=param) from error
 
 
-def _listen_once(host: str, port: int) -> None:
+def _listen_once(host: str, port: int) -> str:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, proto, _, address = found[0]
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a closed one may linger
         probe.bind(address)
         probe.listen(1)
+    return str(address[0])
 
 
 def check_model(path: str | None) -> None:

@@ -13,19 +13,15 @@ KV from prefill-0 to decode-0: shm
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 
-from pd_core.errors import ConfigError, Unavailable
+from cluster.router_http import ask_router
+from pd_core.errors import Unavailable
 
 DEADLINE_S = 3.0
-MAX_REPLY_BYTES = 4 << 20
-READ_BYTES = 64 << 10
 BAR_CELLS = 20
 BAR_MARKS = {"held": "#", "cached": "+", "reserved": "=", "quarantined": "x", "free": "."}
 """How a pool's bar shows the states of its blocks."""
@@ -49,6 +45,14 @@ class Worker(msgspec.Struct, frozen=True):
     kv_paths: dict[str, str] = {}
 
 
+class Mismatch(msgspec.Struct, frozen=True):
+    """Two workers between which no KV can go, and what differs."""
+
+    prefill: str
+    decode: str
+    why: str
+
+
 class Throughput(msgspec.Struct, frozen=True):
     """Tokens a second over the last `window_s`."""
 
@@ -68,6 +72,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     max_request_tokens: int | None = None
     max_queue: int | None = None
     throughput: Throughput | None = None
+    kv_mismatches: list[Mismatch] = []
 
 
 def read_status(url: str, deadline_s: float = DEADLINE_S) -> bytes:
@@ -75,20 +80,7 @@ def read_status(url: str, deadline_s: float = DEADLINE_S) -> bytes:
 
     Raises ConfigError when `url` is none; Unavailable, naming it, when nobody answers in time or it is no kvrelay.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-        if parts.scheme != "http" or not host:
-            raise ValueError("it is not like http://127.0.0.1:8000")
-        return asyncio.run(_get_within(host, port, f"{parts.path.rstrip('/')}/ready", deadline_s))
-    except ValueError as error:  # also of a host that cannot be a name at all
-        raise ConfigError(f"--url {url!r}: {error}", param="url") from error
-    except TimeoutError as error:
-        raise Unavailable(f"{url} gave no answer within {deadline_s:g} s") from error
-    except OSError as error:
-        raise Unavailable(f"no kvrelay answers on {url}: {error.strerror or error}. Is it running?") from error
-    except httptools.HttpParserError as error:
-        raise Unavailable(f"what answers on {url} does not speak HTTP: {error}") from error
+    return ask_router(url, "/ready", deadline_s=deadline_s).body
 
 
 def parse_status(url: str, body: bytes) -> ClusterStatus:
@@ -109,7 +101,9 @@ def render(url: str, status: ClusterStatus) -> str:
             f"tokens/s: {rate.generated_tokens_per_s:.1f} generated, {rate.prompt_tokens_per_s:.1f} prompt, "
             f"over the last {rate.window_s:g} s"
         )
-    return "\n".join([*lines, "", *_table(status.workers), *_kv_paths(status.workers)]) + "\n"
+    lines += ["", *_table(status.workers), *_kv_paths(status.workers)]
+    lines += [f"no KV from {each.prefill} to {each.decode}: {each.why}" for each in status.kv_mismatches]
+    return "\n".join(lines) + "\n"
 
 
 def bar(blocks: dict[str, int], num_cells: int = BAR_CELLS) -> str:
@@ -168,44 +162,6 @@ def _counts(blocks: dict[str, int]) -> str:
 
 def _or_nothing(number: int | None) -> str:
     return "" if number is None else str(number)
-
-
-async def _get_within(host: str, port: int, target: str, deadline_s: float) -> bytes:
-    async with asyncio.timeout(deadline_s):
-        return await _get(host, port, target)
-
-
-async def _get(host: str, port: int, target: str) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        name = f"[{host}]" if ":" in host else host
-        writer.write(f"GET {target} HTTP/1.1\r\nhost: {name}:{port}\r\nconnection: close\r\n\r\n".encode())
-        reply = _Reply()
-        parser = httptools.HttpResponseParser(reply)
-        while not reply.is_complete:
-            data = await reader.read(READ_BYTES)
-            if not data:
-                raise ConnectionResetError("the connection was closed before the answer was complete")
-            parser.feed_data(data)
-            if len(reply.body) > MAX_REPLY_BYTES:
-                raise Unavailable(f"the answer is longer than {MAX_REPLY_BYTES} bytes")
-        return bytes(reply.body)
-    finally:
-        writer.transport.abort()  # closing gently would wait for a peer that may be mute
-
-
-class _Reply:
-    """What the parser calls."""
-
-    def __init__(self) -> None:
-        self.body = bytearray()
-        self.is_complete = False
-
-    def on_body(self, data: bytes) -> None:
-        self.body += data
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
 
 
 def as_json(url: str, body: bytes) -> str:

@@ -15,6 +15,7 @@ from pd_core.errors import KvrelayError, Unavailable
 from pd_core.messages import WORKER_REPLIES, WatchStatus, WorkerEndpoint, WorkerStatus
 from pd_rpc.client import RpcClient
 from pd_rpc.limits import MAX_DEADLINE_S
+from pd_rpc.tls import load_tls
 from pd_rpc.wire import PeerIdentity
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class WorkerSeat(ActorSeat):
         self.endpoint: WorkerEndpoint | None = None
         self._plan = plan
         self._secret = secret
+        self._tls = load_tls(plan.config.tls)
         self._cache_dir = cache_dir
 
     async def launch(self) -> None:
@@ -65,6 +67,7 @@ class WorkerSeat(ActorSeat):
             identity=PeerIdentity(name=f"supervisor of {self.name}", role="supervisor", incarnation=self.incarnation),
             secret=self._secret,
             replies=WORKER_REPLIES,
+            tls=self._tls,
         )
         async with client, client.stream(WatchStatus(interval_s), deadline_s=MAX_DEADLINE_S) as statuses:
             async for status in statuses:

@@ -106,12 +106,11 @@ class DecodeBatch:
 
     def _step_part(self, part: PlannedPart, sequence: DecodeSequence) -> StepPart:
         step = sequence.step_for(part, self._roster.table(part.name))
-        return StepPart(step, partial(_is_over, sequence), adopt=sequence.foreign)
+        return StepPart(step, partial(_is_over, sequence))
 
     def _take(self, part: PlannedPart, sequence: DecodeSequence, outcome: PartOutcome) -> None:
         match outcome:
             case PartDone(token=token, ended_s=ended_s):
-                sequence.foreign = []
                 sequence.chunk_done(part, outcome)
                 self._count(self._roster.computed(part, ended_s))
                 if part.draws and not sequence.is_over:

@@ -9,10 +9,12 @@ import msgspec
 from pd_core.errors import ProtocolError, TransferError
 from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, LeaseHeld, RenewLease
 from pd_core.request import GenerateRequest
-from pd_core.ticket import FirstToken
+from pd_core.ticket import FirstToken, TicketRef
 from pd_rpc.server import CallContext, Handler
-from pd_worker.incoming import IncomingHandoff, IncomingHandoffs
+from pd_worker.incoming import IncomingHandoff
 
+FindHandoff = Callable[[TicketRef], IncomingHandoff]
+"""Raises StaleTicket when nobody waits for it."""
 RequestOf = Callable[[str, int], GenerateRequest | None]
 """The request by its id and attempt, as long as it is here."""
 
@@ -20,8 +22,8 @@ RequestOf = Callable[[str, int], GenerateRequest | None]
 class HandoffCalls:
     """Finds the ticket that is spoken of, and feeds it what was said."""
 
-    def __init__(self, handoffs: IncomingHandoffs, request_of: RequestOf, vocab_size: int) -> None:
-        self._handoffs = handoffs
+    def __init__(self, find: FindHandoff, request_of: RequestOf, vocab_size: int) -> None:
+        self._find = find
         self._request_of = request_of
         self._vocab_size = vocab_size
 
@@ -35,20 +37,21 @@ class HandoffCalls:
         }
 
     async def _renew_lease(self, body: RenewLease, _: CallContext) -> AsyncIterator[LeaseHeld]:
-        self._handoffs.find(body.ref).renew()
-        yield LeaseHeld()
+        handoff = self._find(body.ref)
+        handoff.renew()
+        yield LeaseHeld(handoff.num_arrived)
 
     async def _finish_prefill(self, body: FinishPrefill, _: CallContext) -> AsyncIterator[HandoffVerdict]:
-        handoff = self._handoffs.find(body.ref)
+        handoff = self._find(body.ref)
         self._check_first_token(handoff, body.first_token)
         yield HandoffVerdict(await handoff.finish(body.first_token))
 
     async def _all_sent(self, body: AllSent, _: CallContext) -> AsyncIterator[LeaseHeld]:
-        self._handoffs.find(body.ref).all_sent()
+        self._find(body.ref).all_sent()
         yield LeaseHeld()
 
     async def _abandon_prefill(self, body: AbandonPrefill, _: CallContext) -> AsyncIterator[LeaseHeld]:
-        self._handoffs.find(body.ref).give_up(TransferError(f"the prefill worker gave up: {body.reason}"))
+        self._find(body.ref).give_up(TransferError(f"the prefill worker gave up: {body.reason}"))
         yield LeaseHeld()
 
     def _check_first_token(self, handoff: IncomingHandoff, first: FirstToken) -> None:

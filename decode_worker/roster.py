@@ -92,6 +92,13 @@ class Roster:
     def has_waiting(self) -> bool:
         return any(life.phase is Phase.WAITING for life in self._lives.values())
 
+    @property
+    def num_spare_blocks(self) -> int:
+        """Free blocks beyond what is kept for the growth of those that are here; none while somebody waits for some."""
+        if self.has_waiting:
+            return 0
+        return max(0, self._ledger.num_free - sum(life.num_growth_blocks for life in self._lives.values()))
+
     def try_reserve(self, name: str, num_prompt: int, num_limit: int) -> Reservation | None:
         """Admits a request whose KV comes from elsewhere: its blocks are set aside for a ticket. None: no room now."""
         newcomer = self._newcomer(name, num_prompt, num_limit, Phase.RESERVED)

@@ -25,7 +25,6 @@ class DecodeSequence:
     request: what is still to be made; after a preemption the continuation of what was asked for
     holder:  its name in ledger and roster
     handoff: how its KV comes in; set right after the reservation, None when its prompt is computed here
-    foreign: blocks with KV that somebody else wrote, which the engine has not adopted yet
     num_made: tokens made so far, the prefill's one among them
     """
 
@@ -35,7 +34,6 @@ class DecodeSequence:
         self.outbox = outbox
         self.holder = holder_name(request.request_id, attempt)
         self.handoff: IncomingHandoff | None = None
-        self.foreign: list[int] = []
         self.num_made = 0
         self._made: list[int] = []  # since the last preemption
         self._admitted_s = now_s
@@ -77,7 +75,6 @@ class DecodeSequence:
         """Its blocks are gone; it goes on by computing all its tokens again."""
         self.request = continue_request(self.request, self._made)
         self._made = []
-        self.foreign = []
         error = self.outbox.try_put(Preempted(self.num_made))
         if error is not None:
             self.end(error)

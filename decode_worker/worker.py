@@ -19,15 +19,18 @@ from kv_transport.interface import BlockReceiver
 from pd_core.config import Config, prompt_chunk_tokens
 from pd_core.engine import Engine
 from pd_core.errors import Cancelled, InvalidRequest, InvalidTransition, KvrelayError, WorkerLost
-from pd_core.memory import BlockMemory
+from pd_core.memory import BlockMemory, BlockPool
 from pd_core.messages import PromptAdmitted, StartBoth, StartDecode, TicketGranted, WorkerEndpoint
 from pd_core.request import GenerateRequest
-from pd_core.ticket import FirstToken
-from pd_rpc.server import CallContext
+from pd_core.ticket import FirstToken, TicketRef
+from pd_core.transfer import PathTotals
+from pd_rpc.server import CallContext, Handler
 from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
+from pd_worker.counters import Counters
 from pd_worker.incoming import IncomingHandoff, IncomingHandoffs, Outcome
 from pd_worker.outbox import Outbox
+from pd_worker.probe_target import ProbeTarget
 from pd_worker.shell import WorkerShell, log_extra
 
 _log = logging.getLogger(__name__)
@@ -37,7 +40,10 @@ ReceiverFactory = Callable[[BlockMemory, PeerIdentity], BlockReceiver]
 
 
 class DecodeWorker:
-    """One boot of a decode worker. Belongs to the event loop that starts it; `memory` is its caller's to close."""
+    """One boot of a decode worker. Belongs to the event loop that starts it; `memory` is its caller's to close.
+
+    memory: what the transport writes into; pool: what becomes of that; None: the memory is the pool
+    """
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class DecodeWorker:
         engine: Engine,
         memory: BlockMemory,
         transport: ReceiverFactory,
+        pool: BlockPool | None = None,
     ) -> None:
         shell = self._shell = WorkerShell(
             name=name,
@@ -58,17 +65,41 @@ class DecodeWorker:
             config=config,
             engine=engine,
             memory=memory,
+            pool=memory if pool is None else pool,
         )
         self._config = config.decode
         self._receiver = transport(memory, shell.identity)
         self._handoffs = IncomingHandoffs(
-            shell.ledger, self._receiver, memory.block_bytes, config.transfer.lease_s, shell.counters, shell.fail
+            shell.ledger,
+            self._receiver,
+            memory.block_bytes,
+            config.transfer.lease_s,
+            config.transfer.digests,
+            shell.counters,
+            shell.fail,
+        )
+        self._probes = IncomingHandoffs(
+            shell.ledger,
+            self._receiver,
+            memory.block_bytes,
+            config.transfer.lease_s,
+            config.transfer.digests,
+            Counters(),
+            shell.fail,
         )
         self._roster = Roster(
             shell.ledger, config.decode.max_batch, prompt_chunk_tokens(config), config.prefill.ageing_tokens_per_s
         )
         self._batch = DecodeBatch(
             self._roster, shell.engine_thread, shell.counters, on_left=self._left, on_room=self._room_came
+        )
+        self._probe_target = ProbeTarget(
+            shell.ledger,
+            self._probes,
+            shell.requests,
+            num_spare=lambda: self._roster.num_spare_blocks,
+            check_open=shell.check_open,
+            on_room=self._probe_over,
         )
         self._sequences: dict[str, DecodeSequence] = {}
         self._tasks = BackgroundTasks(shell.fail)
@@ -93,11 +124,11 @@ class DecodeWorker:
     async def start(self) -> WorkerEndpoint:
         """Starts everything. Raises ConfigError or OSError when it cannot listen."""
         await self._receiver.start()
-        calls = HandoffCalls(self._handoffs, self._request_of, self._shell.engine.vocab_size)
-        endpoint = await self._shell.start(
-            self, {StartDecode: self._start_decode, StartBoth: self._start_both, **calls.handlers}
-        )
-        self._handoffs.control_host, self._handoffs.control_port = endpoint.host, endpoint.port
+        calls = HandoffCalls(self._handoff_of, self._request_of, self._shell.engine.vocab_size)
+        own: dict[type[msgspec.Struct], Handler] = {StartDecode: self._start_decode, StartBoth: self._start_both}
+        endpoint = await self._shell.start(self, {**own, **calls.handlers, **self._probe_target.handlers})
+        for handoffs in (self._handoffs, self._probes):
+            handoffs.control_host, handoffs.control_port = endpoint.host, endpoint.port
         self._tasks.start(self._batch.run(), "decode-batch")
         return endpoint
 
@@ -112,17 +143,21 @@ class DecodeWorker:
         await self._tasks.close()
         await self._shell.close_engine()
         await self._handoffs.close()
+        await self._probes.close()
         await self._receiver.close()
 
     def extra_counters(self) -> dict[str, float]:
         totals = self._receiver.counters()
-        names = ("kv_bytes_received", "kv_blocks_corrupt", "kv_frames_stale")
-        return {f"{name}_total": totals[name] for name in names}
+        return {f"{name}_total": total for name, total in totals.items()}
 
     def kv_paths(self) -> dict[str, str]:
         return {}
 
+    def transfers(self) -> dict[str, PathTotals]:
+        return {}
+
     def cut(self, error: KvrelayError) -> None:
+        self._probe_target.cut(error)
         for sequence in list(self._sequences.values()):
             self._end(sequence, error)
 
@@ -199,6 +234,9 @@ class DecodeWorker:
         self._shell.requests.enter(sequence.holder)
         self._sequences[sequence.holder] = sequence
 
+    def _handoff_of(self, ref: TicketRef) -> IncomingHandoff:
+        return self._probes.find(ref) if ref in self._probes else self._handoffs.find(ref)
+
     def _request_of(self, request_id: str, attempt: int) -> GenerateRequest | None:
         sequence = self._sequences.get(holder_name(request_id, attempt))
         return None if sequence is None or sequence.num_made else sequence.request
@@ -214,7 +252,6 @@ class DecodeWorker:
             "handoff committed", extra=log_extra(sequence.request, sequence.attempt) | msgspec.to_builtins(report)
         )
         self._roster.arrived(sequence.holder)
-        sequence.foreign = list(handoff.ticket.block_ids)
         sequence.outbox.try_put(report)
         sequence.take(first.token)
         self._batch.join(sequence)
@@ -256,6 +293,10 @@ class DecodeWorker:
         """Blocks or places came free. While somebody waits for blocks they are no room for newcomers."""
         if not self._roster.has_waiting:
             self._shell.room.freed()
+
+    def _probe_over(self) -> None:
+        self._batch.wake()
+        self._room_came()
 
     def _forget(self, sequence: DecodeSequence) -> None:
         del self._sequences[sequence.holder]

@@ -1,4 +1,4 @@
-"""One destination of a ChannelSender: a queue of pushes, a thread that writes them, at most one connection.
+"""One connection to a destination of a ChannelSender: a queue of pushes, a thread that writes them.
 
 submit --> queue --> thread: connect when needed, write --> outcome
              withdraw: still queued: taken out; being written: the socket is shut down, the thread leaves
@@ -6,7 +6,6 @@ submit --> queue --> thread: connect when needed, write --> outcome
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Protocol
 
 from kv_transport.path_options import PathOptions
 from kv_transport.push_job import PushJob, PushOutcome, PushState
-from kv_transport.sockets import is_quiet, shut_down
+from kv_transport.sockets import is_quiet, num_unacknowledged, shut_down
 from pd_core.errors import KvrelayError, TransferError
 
 
@@ -40,12 +39,15 @@ class Wire(Protocol):
         """Returns when the job's blocks may change again. Raises TransferError or OSError; the connection is over."""
         ...
 
+    def disconnect(self) -> None:
+        """The connection's socket has been closed: what else belonged to it goes too. Also when there was none."""
+        ...
+
 
 class Channel:
-    """All pushes to one destination. `run` is its thread; the other methods are called from the event loop."""
+    """`run` is its thread; the other methods are called from the event loop."""
 
     def __init__(self, wire: Wire, options: PathOptions) -> None:
-        self.room = asyncio.Semaphore(options.max_queued_pushes)
         self._wire = wire
         self._options = options
         self._changed = threading.Condition()
@@ -143,10 +145,12 @@ class Channel:
                 return  # withdrawn or stopped while we connected
             job = self._queue.popleft()
             job.state = PushState.WRITING
-        started_s = time.monotonic()
+        began_s, num_waiting = time.monotonic(), 0
         error: TransferError | None = TransferError(f"{self.address}: the push did not come to its end")
         try:
+            num_before = num_unacknowledged(sock)
             self._wire.write(sock, job)
+            num_waiting = num_unacknowledged(sock) - num_before
             error = None
         except TransferError as failure:
             error = failure
@@ -157,7 +161,7 @@ class Channel:
                 job.state = PushState.OVER
             if error is not None:
                 self._disconnect()
-            job.finish(PushOutcome(time.monotonic() - started_s, error))
+            job.finish(PushOutcome(time.monotonic() - began_s, error, began_s=began_s, num_waiting=num_waiting))
 
     def _fail_queued(self, error: TransferError, *, was_reached: bool) -> None:
         with self._changed:
@@ -170,8 +174,10 @@ class Channel:
         with self._changed:
             self._is_connected = False
             if self._sock is not None:
+                self._shut_down()  # the peer has to know at once, also while a child that is just born has the file too
                 self._sock.close()
                 self._sock = None
+        self._wire.disconnect()
 
     def _shut_down(self) -> None:
         if self._sock is not None:

@@ -10,10 +10,16 @@ import msgspec
 
 from kv_transport.interface import BlockSender, PushReceipt
 from kv_transport.path_book import PathBook, PathRecord
-from pd_core.errors import DeadlineExceeded, LayoutMismatch, TransferError
+from kv_transport.path_tally import PathTally
+from pd_core.errors import DeadlineExceeded, LayoutMismatch, TransferError, Unreachable
 from pd_core.ticket import Ticket, TransportAddress
+from pd_core.transfer import PathTotals
+from pd_rpc.address import format_address
 
 _log = logging.getLogger(__name__)
+
+LAST_PATH = "tcp"
+"""Which is there always and worse than every other: who uses it wants to know why."""
 
 
 def usable_paths(addresses: Sequence[TransportAddress], ours: Sequence[str]) -> list[str]:
@@ -24,7 +30,9 @@ def usable_paths(addresses: Sequence[TransportAddress], ours: Sequence[str]) -> 
     paths = list(dict.fromkeys(address.path for address in addresses if address.path in ours))
     if paths:
         return paths
-    offered = ", ".join(f"{address.path} {address.host}:{address.port}" for address in addresses) or "nothing"
+    offered = (
+        ", ".join(f"{address.path} {format_address(address.host, address.port)}" for address in addresses) or "nothing"
+    )
     raise TransferError(f"no way to write to the ticket's pool: it offers {offered}; we have {', '.join(ours) or '-'}")
 
 
@@ -33,12 +41,18 @@ class RoutedSender:
 
     A push takes the best path of its ticket. When that fails, it goes on over the next one at once, with all its
     blocks: the receiver drops what it has already. The path that failed is tried again only by later pushes, after a
-    time that doubles with each failure in a row.
+    time that doubles with each failure in a row. That a worse path is taken is logged once, and counted every time.
+    A ticket that names one path alone has its pushes go over that one, whatever is known of it.
+
+    senders:  by path, best first
+    left_out: why we do not use a path that is better than tcp, by its name; for people
     """
 
-    def __init__(self, senders: Mapping[str, BlockSender]) -> None:
+    def __init__(self, senders: Mapping[str, BlockSender], left_out: Mapping[str, str] | None = None) -> None:
         self._senders = dict(senders)
+        self._left_out = dict(left_out or {})
         self._book = PathBook()
+        self._tally = PathTally()
 
     async def push(
         self,
@@ -48,33 +62,35 @@ class RoutedSender:
         digests: Sequence[int],
         deadline_s: float,
     ) -> PushReceipt:
-        """See BlockSender.push. A sender sees the addresses of its own path alone.
+        """See BlockSender.push. A sender sees the addresses of its own path alone. Each path has the deadline anew:
+        the time before may have been a wait for a turn. Where one has used it up no other is tried.
 
         Raises LayoutMismatch at once; else, when every path fails, what the last one raised or, for several, a
         TransferError that names them all.
         """
         loop = asyncio.get_running_loop()
-        ends_s = loop.time() + deadline_s
         incarnation = ticket.ref.incarnation
         failures: dict[str, TransferError | DeadlineExceeded] = {}
         paths = usable_paths(ticket.addresses, list(self._senders))
         for path in self._book.order(incarnation, paths, loop.time()):
-            left_s = ends_s - loop.time()
-            if failures and left_s <= 0:
-                break
             addresses = [address for address in ticket.addresses if address.path == path]
             narrowed = msgspec.structs.replace(ticket, addresses=addresses)
             try:
-                receipt = await self._senders[path].push(narrowed, indices, block_ids, digests, left_s)
-            except LayoutMismatch:
+                receipt = await self._senders[path].push(narrowed, indices, block_ids, digests, deadline_s)
+            except LayoutMismatch as error:
+                self._tally.failed(path, error.code)
                 raise
             except (TransferError, DeadlineExceeded) as error:
                 failures[path] = error
+                self._tally.failed(path, error.code)
                 record = self._book.failed(incarnation, path, error.message, loop.time())
-                _log.warning(
-                    "KV path %s to boot %s failed, %d in a row: %s", path, incarnation, record.num_failures, error
-                )
+                level = logging.WARNING if record.num_failures == 1 else logging.INFO
+                said = "KV path %s to boot %s failed, %d in a row: %s"
+                _log.log(level, said, path, incarnation, record.num_failures, error)
+                if isinstance(error, DeadlineExceeded):
+                    break
             else:
+                self._tally.got_through(path, paths[0], receipt.num_bytes, receipt.seconds)
                 if self._book.worked(incarnation, path):
                     _log.info("KV path to boot %s: %s works", incarnation, path)
                 return receipt
@@ -84,8 +100,15 @@ class RoutedSender:
         """What was found, by the receiver's incarnation and path."""
         return self._book.report()
 
+    def totals(self) -> dict[str, PathTotals]:
+        """What pushes came to, by path."""
+        return self._tally.totals()
+
     def path_to(self, incarnation: str) -> str:
-        return self._book.describe(incarnation)
+        said = self._book.describe(incarnation, list(self._senders))
+        if not said.startswith(LAST_PATH) or not self._left_out:
+            return said
+        return f"{said}; " + "; ".join(f"{path} is not used: {reason}" for path, reason in self._left_out.items())
 
     async def close(self) -> None:
         """Closes every sender, also when one of them fails to."""
@@ -102,4 +125,5 @@ class RoutedSender:
 def _joined(failures: Mapping[str, TransferError | DeadlineExceeded]) -> TransferError | DeadlineExceeded:
     if len(failures) == 1:
         return next(iter(failures.values()))
-    return TransferError("; ".join(f"{path}: {error.message}" for path, error in failures.items()))
+    kind = Unreachable if all(isinstance(error, Unreachable) for error in failures.values()) else TransferError
+    return kind("; ".join(f"{path}: {error.message}" for path, error in failures.items()))

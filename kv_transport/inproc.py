@@ -6,18 +6,22 @@ The same permits, digests, grace and events as every other path (see reception);
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kv_transport.inproc_faults import NO_FAULTS, FaultPlan, FrameFaults
 from kv_transport.interface import PushReceipt, ReceiverEvent
+from kv_transport.landing import DirectLanding
 from kv_transport.push_job import check_push
 from kv_transport.reception import Reception
 from pd_core.errors import DeadlineExceeded, InvalidTransition, ProtocolError, StaleTicket, TransferError
 from pd_core.layout import Fingerprint, check_pairing
 from pd_core.memory import BlockMemory
 from pd_core.ticket import Ticket, TicketRef, TransportAddress
+
+_log = logging.getLogger(__name__)
 
 PATH = "inproc"
 HOST = "inproc"
@@ -77,6 +81,10 @@ class InprocBlockReceiver:
         return [TransportAddress(PATH, HOST, self._port)]
 
     @property
+    def most_frame_blocks(self) -> None:
+        return None
+
+    @property
     def reception(self) -> Reception:
         """Permits and counters; for tests."""
         if self._reception is None:
@@ -86,7 +94,9 @@ class InprocBlockReceiver:
     async def start(self) -> None:
         if self._reception is not None:
             raise InvalidTransition("the receiver has been started already")
-        self._reception = Reception(self.memory, asyncio.get_running_loop(), self._grace_s, self._leave_s)
+        self._reception = Reception(
+            self.memory, DirectLanding(self.memory), asyncio.get_running_loop(), self._grace_s, self._leave_s
+        )
         self._port = self._network.attach(self)
 
     def open_ticket(self, ticket: Ticket, on_event: Callable[[ReceiverEvent], None]) -> None:
@@ -134,11 +144,12 @@ class InprocWriter:
         await self._pause(faults.delay_s)
         reception = self._receiver.reception
         try:
-            frame = reception.begin_frame(wire.ref, wire.indices, self)
+            frame = reception.begin_frame(wire.ref, wire.indices, wire.digests, self)
         except StaleTicket:
             return
         except ProtocolError as error:
             reception.writer_stopped(wire.ref, error.message)
+            _log.warning("KV frame refused: %s", error)
             raise TransferError(f"{HOST}: the receiver objects: {error.message}") from error
         num_bytes = 0
         reason = "cancelled"
@@ -147,7 +158,7 @@ class InprocWriter:
             reason = self._cut_reason or "the connection ended"
         finally:
             block_bytes = self._receiver.memory.block_bytes
-            reception.end_frame(frame, wire.digests, num_bytes // block_bytes)
+            reception.end_frame(frame, num_bytes // block_bytes)
             if num_bytes < block_bytes * len(wire.blocks):
                 reception.writer_stopped(wire.ref, f"stopped in the middle of a frame: {reason}")
         if num_bytes < block_bytes * len(wire.blocks):
@@ -215,7 +226,7 @@ class InprocBlockSender:
         deadline_s: float,
     ) -> PushReceipt:
         """See BlockSender.push. Raises LayoutMismatch when the receiver keeps other KV than we make."""
-        check_push(self._memory, ticket.num_blocks, indices, block_ids, digests)
+        check_push(self._memory, ticket, indices, block_ids, digests)
         address = next((address for address in ticket.addresses if address.path == PATH), None)
         if address is None:
             raise TransferError(f"ticket {ticket.ref.ticket_id} has no inproc address")

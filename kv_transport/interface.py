@@ -17,7 +17,7 @@ from pd_core.ticket import Ticket, TicketRef, TransportAddress
 
 
 class BlocksArrived(msgspec.Struct, frozen=True):
-    """Blocks of one frame are in their slots and have been compared with their digests.
+    """Blocks of one frame are in their slots and have been compared with their digests, if they had any.
 
     verified, corrupt: indices in the ticket's range; num_bytes: KV bytes received; path: over which they came
     """
@@ -55,6 +55,11 @@ class BlockReceiver(Protocol):
         """Where writers can reach it, for tickets."""
         ...
 
+    @property
+    def most_frame_blocks(self) -> int | None:
+        """For tickets: most blocks that one frame may have, where the pool sets a limit."""
+        ...
+
     async def start(self) -> None: ...
 
     def open_ticket(self, ticket: Ticket, on_event: Callable[[ReceiverEvent], None]) -> None:
@@ -90,10 +95,14 @@ class BlockSender(Protocol):
         """Writes `block_ids[i]` of our pool to block `indices[i]` of the ticket's range.
 
         Returns when the bytes have left (our blocks may change again), not when they have arrived: what arrived is
-        known to the receiver, who says at the end what is missing. `digests` are `block_digest` of the blocks.
+        known to the receiver, who says at the end what is missing. `digests` are `block_digest` of the blocks, and none
+        at all for a ticket without digests; they may be made when they are asked for (see BlockDigests), which is
+        while the push runs and our blocks do not change, and by another thread.
         When a cancellation or a failure returns, whatever may still be read of our blocks counts as missing for the
-        receiver, unless its digest is right: they may change again then too.
-        Raises TransferError when no address can be reached or the connection breaks, DeadlineExceeded.
+        receiver, unless its digest is right: they may change again then too. Without digests it counts as missing.
+        deadline_s: longest from when its turn on the wire comes. While it waits behind other pushes nothing is late:
+        each of those has a deadline of its own, so the wait is bounded.
+        Raises Unreachable when no address can be reached, TransferError when the connection breaks, DeadlineExceeded.
         """
         ...
 

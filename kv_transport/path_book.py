@@ -65,15 +65,18 @@ class PathBook:
         """Everything, by incarnation and path."""
         return {incarnation: dict(known) for incarnation, known in self._records.items()}
 
-    def describe(self, incarnation: str) -> str:
-        """One line for people, as "tcp (shm failed, 2 in a row: nobody listens)"; empty before the first push."""
+    def describe(self, incarnation: str, best_first: Sequence[str]) -> str:
+        """One line for people, as "tcp (shm failed, 2 in a row: nobody listens)"; empty before the first push.
+
+        Of those that work only the best is named: the others worked while it did not, or when they were probed.
+        """
         known = self._records.get(incarnation, {})
         failures = "; ".join(
             f"{path} failed, {record.num_failures} in a row: {record.reason}"
             for path, record in known.items()
             if record != WORKS
         )
-        works = ", ".join(path for path, record in known.items() if record == WORKS) or ("none" if failures else "")
+        works = next((path for path in best_first if known.get(path) == WORKS), "none" if failures else "")
         return f"{works} ({failures})" if failures else works
 
     def _known(self, incarnation: str) -> dict[str, PathRecord]:

@@ -3,6 +3,10 @@
     open_permit --> OPEN --begin_frame/end_frame--> OPEN --revoke--> LEAVING --last end_frame--> (gone)
                                                       `---------- revoke, nobody inside ---------'
 
+A frame for a ticket that is over is late, which is normal: it is dropped. One for a ticket that there never was comes
+from a writer that is out of its mind, or means another boot: it is an error. The two are told apart without keeping
+every ticket of the past: epochs grow.
+
 The quarantine rule: slots may be given to the next ticket only when `revoke` was called and nobody is inside a frame
 for them. And one more: a block that was once reported as verified is not written again under its ticket, so that
 late duplicates can do no harm between the commit and the end of the permit.
@@ -35,21 +39,32 @@ class OpenFrame:
     """A writer's stay inside one ticket's slots.
 
     indices: of the ticket's range, in the order of the frame's blocks
-    slots:   where each block goes; None when its bytes are not wanted (verified already, or being written by another)
+    digests: of the blocks, in the same order; empty when nothing is compared
+    slots:   the pool's block for each, and then where in the memory its bytes go (see landing); None when they are
+             not wanted (verified already, or being written by another)
     """
 
-    __slots__ = ("indices", "ref", "slots", "writer")
+    __slots__ = ("digests", "indices", "ref", "slots", "writer")
 
-    def __init__(self, ref: TicketRef, writer: Writer, indices: Sequence[int], slots: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        ref: TicketRef,
+        writer: Writer,
+        indices: Sequence[int],
+        digests: Sequence[int],
+        slots: Sequence[int | None],
+    ) -> None:
         self.ref = ref
         self.writer = writer
         self.indices = indices
+        self.digests = digests
         self.slots = slots
 
 
 class _Permit:
-    def __init__(self, block_ids: Sequence[int]) -> None:
+    def __init__(self, block_ids: Sequence[int], needs_digests: bool) -> None:
         self.block_ids = list(block_ids)
+        self.needs_digests = needs_digests
         self.verified: set[int] = set()
         self.claimed: set[int] = set()
         self.frames: set[OpenFrame] = set()
@@ -65,6 +80,7 @@ class PermitTable:
         self._lock = threading.Lock()
         self._permits: dict[TicketRef, _Permit] = {}
         self._used_slots: set[int] = set()
+        self._last_epochs: dict[str, int] = {}
 
     @property
     def num_permits(self) -> int:
@@ -77,8 +93,11 @@ class PermitTable:
         with self._lock:
             return list(self._permits)
 
-    def open_permit(self, ref: TicketRef, block_ids: Sequence[int]) -> None:
-        """Lets frames of `ref` into the slots. Raises InvalidTransition when somebody else may still write there."""
+    def open_permit(self, ref: TicketRef, block_ids: Sequence[int], *, needs_digests: bool) -> None:
+        """Lets frames of `ref` into the slots, where it needs them only such that have digests.
+
+        Raises InvalidTransition when somebody else may still write there.
+        """
         with self._lock:
             if ref in self._permits:
                 raise InvalidTransition(f"the permit is open already: {ref}")
@@ -91,22 +110,30 @@ class PermitTable:
             if taken:
                 raise InvalidTransition(f"slots {sorted(taken)} are under another permit: {ref}")
             self._used_slots.update(block_ids)
-            self._permits[ref] = _Permit(block_ids)
+            self._permits[ref] = _Permit(block_ids, needs_digests)
+            self._last_epochs[ref.incarnation] = max(ref.epoch, self._last_epochs.get(ref.incarnation, 0))
 
-    def begin_frame(self, ref: TicketRef, indices: Sequence[int], writer: Writer) -> OpenFrame:
-        """From here to `end_frame` the writer is inside.
+    def begin_frame(self, ref: TicketRef, indices: Sequence[int], digests: Sequence[int], writer: Writer) -> OpenFrame:
+        """From here to `end_frame` the writer is inside. `digests`: one for each block, or none at all.
 
-        Raises StaleTicket when `ref` has no open permit, ProtocolError for indices that its range does not have.
+        Raises StaleTicket when `ref` has no open permit any more, ProtocolError when it can never have had one, for
+        indices that its range does not have, and where digests are needed and do not come.
         """
         with self._lock:
             permit = self._permits.get(ref)
+            if permit is None and ref.epoch > self._last_epochs.get(ref.incarnation, -1):
+                raise ProtocolError(f"nobody here has issued {ref}")
             if permit is None or permit.is_revoked:
                 raise StaleTicket(f"nobody waits for blocks of {ref}")
             _check_indices(indices, len(permit.block_ids))
+            if permit.needs_digests and not digests:
+                raise ProtocolError(f"a frame without digests, and every block is to be compared: {ref}")
+            if digests and len(digests) != len(indices):
+                raise ProtocolError(f"a frame of {len(indices)} blocks with {len(digests)} digests")
             unwanted = permit.verified | permit.claimed
             slots = [None if index in unwanted else permit.block_ids[index] for index in indices]
             permit.claimed.update(index for index, slot in zip(indices, slots, strict=True) if slot is not None)
-            frame = OpenFrame(ref, writer, indices, slots)
+            frame = OpenFrame(ref, writer, indices, digests, slots)
             permit.frames.add(frame)
             return frame
 
@@ -142,6 +169,12 @@ class PermitTable:
         for callback in callbacks:
             callback()
         return writers
+
+    def is_open(self, ref: TicketRef) -> bool:
+        """Whether frames of `ref` are wanted."""
+        with self._lock:
+            permit = self._permits.get(ref)
+            return permit is not None and not permit.is_revoked
 
     def writers_inside(self, ref: TicketRef) -> list[Writer]:
         with self._lock:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kv_transport.connection import WriterConnection
 from kv_transport.interface import ReceiverEvent
+from kv_transport.landing import DirectLanding, Landing
 from kv_transport.reception import Reception
 from pd_core.errors import InvalidTransition
 from pd_core.memory import BlockMemory
@@ -45,16 +46,25 @@ class PathListener(Protocol):
 
 
 class PoolReceiver:
-    """BlockReceiver of `memory`.
+    """BlockReceiver of a pool.
 
+    memory:    what writers write into
     listeners: one for each path, best first
+    landing:   how what is in the memory becomes the pool's blocks; None: the memory is the pool
     grace_s, leave_s: see Reception
     """
 
     def __init__(
-        self, memory: BlockMemory, listeners: Sequence[PathListener], *, grace_s: float = 0.5, leave_s: float = 5.0
+        self,
+        memory: BlockMemory,
+        listeners: Sequence[PathListener],
+        *,
+        landing: Landing | None = None,
+        grace_s: float = 0.5,
+        leave_s: float = 5.0,
     ) -> None:
         self._memory = memory
+        self._landing: Landing = DirectLanding(memory) if landing is None else landing
         self._listeners = list(listeners)
         self._grace_s = grace_s
         self._leave_s = leave_s
@@ -64,6 +74,10 @@ class PoolReceiver:
     def addresses(self) -> list[TransportAddress]:
         """One for each path, best first; known after `start`."""
         return [listener.address for listener in self._listeners]
+
+    @property
+    def most_frame_blocks(self) -> int | None:
+        return self._landing.most_frame_blocks
 
     @property
     def reception(self) -> Reception:
@@ -81,7 +95,9 @@ class PoolReceiver:
         """Listens on every path, or on none. Raises ConfigError naming the address where that cannot be."""
         if self._reception is not None:
             raise InvalidTransition("the receiver has been started already")
-        self._reception = Reception(self._memory, asyncio.get_running_loop(), self._grace_s, self._leave_s)
+        self._reception = Reception(
+            self._memory, self._landing, asyncio.get_running_loop(), self._grace_s, self._leave_s
+        )
         try:
             for listener in self._listeners:
                 await listener.start(self._reception)

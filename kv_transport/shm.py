@@ -24,7 +24,7 @@ class ShmOptions(PathOptions, frozen=True, kw_only=True):
     """
 
     withdraw_s: float = 0.2
-    max_frame_blocks: int = 64
+    max_frame_blocks: int = 128
 
 
 DEFAULT_OPTIONS = ShmOptions()

@@ -10,41 +10,34 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 
-from kv_transport.connection import WriterConnection
-from kv_transport.digest import block_digest
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transport.body_reader import RECEIVE_BYTES
+from kv_transport.doorbell_connection import DoorbellConnection
+from kv_transport.doorbell_frames import Taken, decode, encode
 from kv_transport.permits import OpenFrame
 from kv_transport.reception import Reception
 from kv_transport.shm import PATH, ShmOptions
 from kv_transport.shm_frames import (
     FROM_SENDER,
-    MAX_BODY_BYTES,
-    MAX_REASON_CHARS,
     WIRE_VERSION,
     Attach,
-    Attached,
     Doorbell,
-    Refused,
-    Taken,
     check_doorbell,
-    decode,
-    encode,
 )
-from kv_transport.shm_pool import ForeignPool
-from kv_transport.sockets import is_closed_by_peer, limit_send
-from pd_core.errors import KvrelayError, ProtocolError, StaleTicket, TransferError
+from kv_transport.shm_pool import Block, ForeignPool, block_rows
+from kv_transport.sockets import EndWatch
+from pd_core.errors import ProtocolError, StaleTicket, TransferError
 from pd_core.memory import BlockMemory
-from pd_rpc.frames import FrameReader
 
-RECEIVE_BYTES = 64 * 1024
-
-CopyBlock = Callable[[memoryview, memoryview], None]
+CopyBlock = Callable[[Block, Block], None]
 """copy(source, into)"""
 
 
-class ShmConnection(WriterConnection):
+class ShmConnection(DoorbellConnection):
     """copy: copies one block without the interpreter lock"""
 
     path = PATH
@@ -61,17 +54,15 @@ class ShmConnection(WriterConnection):
     ) -> None:
         super().__init__(sock, address, memory, reception, options, authenticate)
         self._copy = copy
-        self._frames = FrameReader(MAX_BODY_BYTES)
+        self._has_ended = EndWatch(sock).has_ended
         self._pool: ForeignPool | None = None
-        self._is_proved = False
+        self._rows: NDArray[np.uint8] | None = block_rows(memory.buffer, memory.num_blocks, memory.block_bytes)
 
-    def _open(self) -> None:
-        self._is_proved = True
-        limit_send(self._sock, self._options.frame_silence_s)
+    def _attach(self) -> None:
         # The file comes with the first byte of the first message: a second piece has none.
         data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            self._frames.feed(data)
+            self._bodies.feed(data)
             if not fds or flags & socket.MSG_CTRUNC:
                 raise ProtocolError("one file has to come with the first message")
             body = self._next_body(self._options.frame_silence_s)
@@ -82,7 +73,6 @@ class ShmConnection(WriterConnection):
         finally:
             for fd in fds:
                 os.close(fd)
-        self._sock.sendall(encode(Attached()))
 
     def _map(self, attach: Attach, fd: int) -> ForeignPool:
         if attach.version != WIRE_VERSION:
@@ -99,8 +89,11 @@ class ShmConnection(WriterConnection):
         if not isinstance(doorbell, Doorbell):
             raise ProtocolError(f"{type(doorbell).__name__} came a second time")
         check_doorbell(doorbell)
+        if doorbell.number <= self._last_number:  # a copy of one whose blocks may have changed since
+            raise ProtocolError(f"doorbell {doorbell.number} came after {self._last_number}")
+        self._last_number = doorbell.number
         try:
-            frame = self._reception.begin_frame(doorbell.ref, doorbell.indices, self)
+            frame = self._reception.begin_frame(doorbell.ref, doorbell.indices, doorbell.digests, self)
         except StaleTicket:
             self._say_taken(doorbell)  # counted; nothing of it is read
         except ProtocolError as error:
@@ -138,53 +131,32 @@ class ShmConnection(WriterConnection):
 
     def _take_blocks(self, frame: OpenFrame, doorbell: Doorbell, verified: list[int], corrupt: list[int]) -> str | None:
         """Why it stopped half-way, if it did. Raises ProtocolError for a block that the writer's pool does not have."""
-        if self._pool is None:
+        if self._pool is None or self._rows is None:
             raise ProtocolError("nothing is attached")
-        for place, slot in enumerate(frame.slots):
-            if self._cut_reason is not None:
-                return self._cut_reason
-            if is_closed_by_peer(self._sock):
-                return "the writer has gone away"
+        if reason := self._why_to_leave():
+            return reason
+        pool, rows, has_digests = self._pool, self._rows, bool(frame.digests)
+        blocks = zip(frame.slots, doorbell.block_ids, doorbell.indices, strict=True)
+        for place, (slot, block_id, index) in enumerate(blocks):
             if slot is None:
                 continue
-            into = self._memory.block(slot)
-            self._copy(self._pool.block(doorbell.block_ids[place]), into)
-            # Of the copy, and after it is whole: whatever the writer does to its block meanwhile, it is found.
-            is_right = block_digest(into) == doorbell.digests[place]
-            (verified if is_right else corrupt).append(doorbell.indices[place])
+            self._copy(pool.block(block_id), rows[slot])
+            # Of the copy, and after it is whole: whatever the writer does to its block meanwhile, a digest finds it.
+            # Without one, what is found is that the writer has ended the connection, which it does before.
+            reason = self._why_to_leave()
+            if has_digests:
+                (verified if self._reception.is_right(frame, place) else corrupt).append(index)
+            elif reason is None:
+                verified.append(index)
+            if reason is not None:
+                return reason
         return None
 
-    def _next_body(self, idle_s: float) -> bytes | None:
-        """The next message; None when the peer has ended the connection before its first byte, or is idle too long.
-
-        Raises TransferError for one that is not whole within one silence limit, however slowly it drips.
-        """
-        silence_s = self._options.frame_silence_s
-        idle_ends_s, frame_ends_s = time.monotonic() + idle_s, time.monotonic() + silence_s
-        while (body := self._frames.next_body()) is None:
-            is_inside = self._frames.is_inside_frame
-            try:
-                data = self._sock.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                data = None
-            now_s = time.monotonic()
-            if is_inside and (not data or now_s >= frame_ends_s):
-                raise TransferError(f"the connection ended in a frame, or it was not whole within {silence_s:g} s")
-            if data:
-                frame_ends_s = frame_ends_s if is_inside else now_s + silence_s
-                self._frames.feed(data)
-            elif data is not None or self._cut_reason is not None or now_s >= idle_ends_s:
-                return None
-        return body
-
-    def _give_up(self, error: KvrelayError | OSError) -> None:
-        if not self._is_proved or self._cut_reason is not None:
-            return
-        reason = error.message if isinstance(error, KvrelayError) else str(error)
-        try:
-            self._sock.send(encode(Refused(reason[:MAX_REASON_CHARS])), socket.MSG_DONTWAIT)
-        except OSError:
-            return  # it reads nothing: it need not know
+    def _why_to_leave(self) -> str | None:
+        if self._cut_reason is None and self._has_ended():
+            return "the writer has gone away"
+        return self._cut_reason
 
     def _let_go(self) -> None:
         self._pool = None
+        self._rows = None

@@ -10,21 +10,18 @@ doorbell ------------------>
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kv_transport.doorbell_frames import Attached, Ints, Refused, Taken
 from pd_core.errors import ProtocolError
 from pd_core.ticket import TicketRef
-from pd_rpc.frames import encode_frame
 
 WIRE_VERSION = 1
-MAX_FRAME_BLOCKS = 1024
-MAX_BODY_BYTES = 64 * 1024
-MAX_REASON_CHARS = 1000
+FIRST_FRAME_BLOCKS = 8
 
-_Ints: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_FRAME_BLOCKS)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
@@ -40,67 +37,31 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     nonce: bytes
 
 
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The receiver has mapped the file, and it is what it should be."""
-
-
 class Doorbell(msgspec.Struct, frozen=True, tag="doorbell"):
     """Blocks are ready to be taken. A later version may add fields; a reader ignores those that it does not know.
 
-    number:    of this message on its connection
+    number:    of this message on its connection, larger than those before
     indices:   in the ticket's range, one for each block
     block_ids: in the sender's pool
-    digests:   `block_digest` of each block
+    digests:   `block_digest` of each block; none at all where the ticket asks for none
     """
 
     number: int
     ref: TicketRef
-    indices: _Ints
-    block_ids: _Ints
-    digests: _Ints
+    indices: Ints
+    block_ids: Ints
+    digests: Ints
 
-
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The receiver reads the blocks of that doorbell no more; what came of them, the verdict says."""
-
-    number: int
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why the receiver closes the connection."""
-
-    reason: str
-
-
-Message: TypeAlias = Attach | Attached | Doorbell | Taken | Refused
-
-M = TypeVar("M")
 
 FROM_SENDER: msgspec.msgpack.Decoder[Attach | Doorbell] = msgspec.msgpack.Decoder(Attach | Doorbell)
 FROM_RECEIVER: msgspec.msgpack.Decoder[Attached | Taken | Refused] = msgspec.msgpack.Decoder(Attached | Taken | Refused)
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(message: Message) -> bytes:
-    """The message's frame."""
-    return encode_frame(_encode(message))
-
-
-def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
-    """Raises ProtocolError for what is no message that may come from there."""
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"a message cannot be read: {error}") from error
-
 
 def check_doorbell(doorbell: Doorbell) -> None:
     """Raises ProtocolError when its lists contradict each other."""
-    if not len(doorbell.indices) == len(doorbell.block_ids) == len(doorbell.digests):
-        raise ProtocolError(
-            f"{len(doorbell.indices)} indices, {len(doorbell.block_ids)} blocks, {len(doorbell.digests)} digests"
-        )
+    num_blocks = len(doorbell.indices)
+    if len(doorbell.block_ids) != num_blocks or len(doorbell.digests) not in (0, num_blocks):
+        raise ProtocolError(f"{num_blocks} indices, {len(doorbell.block_ids)} blocks, {len(doorbell.digests)} digests")
 
 
 def doorbells(
@@ -110,10 +71,15 @@ def doorbells(
     digests: Sequence[int],
     max_frame_blocks: int,
     first_number: int,
-) -> list[Doorbell]:
-    """One push as doorbells of at most so many blocks, numbered from `first_number` on."""
-    parts = [slice(first, first + max_frame_blocks) for first in range(0, len(indices), max_frame_blocks)]
-    return [
-        Doorbell(first_number + place, ref, list(indices[part]), list(block_ids[part]), list(digests[part]))
-        for place, part in enumerate(parts)
-    ]
+) -> Iterator[Doorbell]:
+    """One push as doorbells of at most so many blocks, numbered from `first_number` on.
+
+    Each is made, and the digests that it needs, when it is asked for: the first is small, so that the other side soon
+    has something to do, and each is at most twice as large as the one before, so that it is there in time.
+    """
+    first, number = 0, first_number
+    num_blocks = FIRST_FRAME_BLOCKS if digests else max_frame_blocks
+    while first < len(indices):
+        part = slice(first, first + min(num_blocks, max_frame_blocks))
+        yield Doorbell(number, ref, list(indices[part]), list(block_ids[part]), list(digests[part]))
+        first, num_blocks, number = part.stop, 2 * num_blocks, number + 1

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
+from kv_transport.answer_reader import AnswerReader
 from kv_transport.channel_sender import ChannelSender
+from kv_transport.doorbell_frames import Attached, Refused, Taken, encode
 from kv_transport.pairing import check_identity, check_peer
 from kv_transport.push_job import PushJob
 from kv_transport.shm import DATA_KIND, DEFAULT_OPTIONS, PATH, ShmOptions, socket_name
-from kv_transport.shm_frames import (
-    FROM_RECEIVER,
-    MAX_BODY_BYTES,
-    WIRE_VERSION,
-    Attach,
-    Attached,
-    Refused,
-    Taken,
-    decode,
-    doorbells,
-    encode,
-)
+from kv_transport.shm_frames import FROM_RECEIVER, WIRE_VERSION, Attach, doorbells
 from kv_transport.shm_pool import SharedBlockMemory
 from kv_transport.sockets import left_s, limit_send, limit_silence
 from pd_core.errors import ProtocolError, TransferError
 from pd_core.ticket import TransportAddress
 from pd_rpc.blocking import authenticate_blocking_as_client
-from pd_rpc.frames import FrameReader
 from pd_rpc.wire import PeerIdentity
 
-RECEIVE_BYTES = 4096
+MAX_WAITING_BELLS = 1
+"""Doorbells that wait at the receiver while it is at another: it goes on without a word from us in between."""
 
 
 class ShmBlockSender(ChannelSender):
@@ -39,8 +31,9 @@ class ShmBlockSender(ChannelSender):
     A push returns when the receiver has taken the blocks. One that is cancelled or past its deadline waits for that
     a moment longer (`withdraw_s`), and then returns although a receiver that was stopped, or is just slow, may read
     the blocks later on. That is right: the receiver compares its finished copy with the digest that was made when the
-    blocks were as they should be, so a copy of anything else counts as missing; and it writes into its own slots,
-    under its own permit, so it can do no harm there.
+    blocks were as they should be, so a copy of anything else counts as missing; without digests it counts only a copy
+    after which it finds the connection open, which has been shut down before the push returns. And it writes into its
+    own slots, under its own permit, so it can do no harm there.
 
     identity: ours; its fingerprint is what the receiver must have too
     secret:   the cluster's
@@ -79,7 +72,7 @@ class ShmWire:
         self._identity = identity
         self._secret = secret
         self._options = options
-        self._frames = FrameReader(MAX_BODY_BYTES)
+        self._answers = AnswerReader(FROM_RECEIVER, options.unacknowledged_s)
         self._last_number = 0
 
     def connect(self, adopt: Callable[[socket.socket], None]) -> None:
@@ -93,13 +86,19 @@ class ShmWire:
         except ConnectionRefusedError as error:
             raise TransferError(f"{self.address}: nobody listens: on another host, or gone") from error
         authenticate_blocking_as_client(
-            sock, self._secret, self._identity, kind=DATA_KIND, deadline_s=left_s(ends_s), check_peer=check_peer
+            sock,
+            self._secret,
+            self._identity,
+            kind=DATA_KIND,
+            deadline_s=left_s(ends_s),
+            limit_s=self._options.handshake_s,
+            check_peer=check_peer,
         )
         memory = self._memory
         attach = Attach(WIRE_VERSION, memory.num_blocks, memory.block_bytes, memory.nonce)
         sock.settimeout(left_s(ends_s))
         socket.send_fds(sock, [encode(attach)], [memory.fd])
-        self._frames = FrameReader(MAX_BODY_BYTES)
+        self._answers = AnswerReader(FROM_RECEIVER, self._options.unacknowledged_s)
         answer = self._answer(sock)
         if not isinstance(answer, Attached):
             raise ProtocolError(f"{self.address}: {type(answer).__name__} came, not the word that the pool is mapped")
@@ -112,27 +111,27 @@ class ShmWire:
         bells = doorbells(
             job.ref, job.indices, job.block_ids, job.digests, self._options.max_frame_blocks, self._last_number + 1
         )
+        unanswered: deque[int] = deque()
         for bell in bells:
             self._last_number = bell.number
+            unanswered.append(bell.number)
             sock.sendall(encode(bell))
-            answer = self._answer(sock)
-            if answer != Taken(bell.number):
-                raise TransferError(f"{self.address}: {answer} came, not the word that blocks are taken")
+            if len(unanswered) > MAX_WAITING_BELLS:
+                self._hear_taken(sock, unanswered.popleft())
+        for number in unanswered:
+            self._hear_taken(sock, number)
 
-    def _answer(self, sock: socket.socket) -> Attached | Taken:
-        """Raises TransferError with the receiver's reason when it refuses, OSError when it is gone or silent."""
-        while True:
-            try:
-                while (body := self._frames.next_body()) is None:
-                    data = sock.recv(RECEIVE_BYTES)
-                    if not data:
-                        raise ConnectionError("closed by the receiver")
-                    self._frames.feed(data)
-                answer = decode(FROM_RECEIVER, body)
-            except BlockingIOError as error:
-                raise TransferError(f"{self.address}: silent for {self._options.unacknowledged_s:g} s") from error
-            except ProtocolError as error:
-                raise TransferError(f"{self.address}: {error.message}") from error
-            if isinstance(answer, Refused):
-                raise TransferError(f"{self.address}: the receiver objects: {answer.reason}")
-            return answer
+    def disconnect(self) -> None:
+        """The socket was all."""
+
+    def _hear_taken(self, sock: socket.socket, number: int) -> None:
+        answer = self._answer(sock)
+        if answer != Taken(number):
+            raise TransferError(f"{self.address}: {answer} came, not the word that blocks are taken")
+
+    def _answer(self, sock: socket.socket) -> Attached | Taken | Refused:
+        """See AnswerReader.next_answer; the error names the address."""
+        try:
+            return self._answers.next_answer(sock)
+        except TransferError as error:
+            raise TransferError(f"{self.address}: {error.message}") from error

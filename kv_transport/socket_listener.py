@@ -11,7 +11,7 @@ from kv_transport.reception import Reception
 from kv_transport.writer_acceptor import ServeWriter, WriterAcceptor
 from pd_core.errors import InvalidTransition
 from pd_core.memory import BlockMemory
-from pd_rpc.blocking import authenticate_blocking_as_server
+from pd_rpc.blocking import HandshakeSocket, authenticate_blocking_as_server
 from pd_rpc.wire import PeerIdentity
 
 
@@ -56,11 +56,10 @@ class SocketListener:
 
     def _authenticate(self, sock: socket.socket) -> None:
         """Raises KvrelayError or OSError."""
+        self._prove(sock, self._options.handshake_s)
+
+    def _prove(self, sock: HandshakeSocket, deadline_s: float) -> None:
+        """Raises KvrelayError or OSError."""
         authenticate_blocking_as_server(
-            sock,
-            self._secret,
-            self._identity,
-            kind=self._kind,
-            deadline_s=self._options.handshake_s,
-            check_peer=check_peer,
+            sock, self._secret, self._identity, kind=self._kind, deadline_s=deadline_s, check_peer=check_peer
         )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import select
 import socket
 import struct
+import termios
 import time
+
+_INT = struct.Struct("i")
 
 
 def limit_silence(sock: socket.socket, silence_s: float) -> None:
@@ -20,14 +25,17 @@ def limit_send(sock: socket.socket, stuck_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(stuck_s))
 
 
-def is_closed_by_peer(sock: socket.socket) -> bool:
-    """Whether the peer has ended or reset the connection and everything that it sent before was taken."""
-    try:
-        return len(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == 0
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+class EndWatch:
+    """Belongs to one thread, which must not ask any more once the socket has been closed here."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLRDHUP)
+        self._poll = poll.poll
+
+    def has_ended(self) -> bool:
+        """Whether one side has ended the connection, also when something that was sent before waits unread."""
+        return bool(self._poll(0))
 
 
 def is_quiet(sock: socket.socket) -> bool:
@@ -48,6 +56,11 @@ def shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # the peer, or another thread, was faster
+
+
+def num_unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the kernel has of what was sent, and the other side's has not taken yet. Raises OSError."""
+    return int(_INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0])
 
 
 def left_s(ends_s: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kv_transport.connection import WriterConnection
 from kv_transport.permits import OpenFrame
@@ -18,12 +18,11 @@ from kv_transport.tcp_frames import (
     MAX_FRAME_BLOCKS,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
-    FrameHeader,
     blocks_per_frame,
     parse_header,
     parse_prefix,
 )
-from kv_transport.tcp_sockets import receive_all
+from kv_transport.tcp_stream import DataStream
 from pd_core.errors import KvrelayError, ProtocolError, StaleTicket, TransferError
 from pd_core.memory import BlockMemory
 
@@ -31,13 +30,14 @@ SCRATCH_BYTES = 256 * 1024
 
 
 class TcpConnection(WriterConnection):
-    """The bytes of the blocks come over the socket itself."""
+    """The bytes of the blocks come over the socket itself. stream: what is read from it"""
 
     path = PATH
 
     def __init__(
         self,
         sock: socket.socket,
+        stream: DataStream,
         address: str,
         memory: BlockMemory,
         reception: Reception,
@@ -45,6 +45,7 @@ class TcpConnection(WriterConnection):
         authenticate: Callable[[socket.socket], object],
     ) -> None:
         super().__init__(sock, address, memory, reception, options, authenticate)
+        self._stream = stream
         self._head = memoryview(bytearray(PREFIX_BYTES + MAX_HEADER_BYTES))
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._max_payload_bytes = memory.block_bytes * min(
@@ -69,39 +70,53 @@ class TcpConnection(WriterConnection):
         self._receive_start(data)
         header = parse_header(data, prefix, self._memory.block_bytes)
         try:
-            frame = self._reception.begin_frame(header.ref, header.indices, self)
+            frame = self._reception.begin_frame(header.ref, header.indices, header.digests, self)
         except StaleTicket:
             self._drain(prefix.num_payload_bytes)
         except ProtocolError as error:
             self._reception.writer_stopped(header.ref, f"{self.address}: {error.message}")
             raise
         else:
-            self._receive_blocks(frame, header)
+            self._receive_blocks(frame)
         return True
 
-    def _receive_blocks(self, frame: OpenFrame, header: FrameHeader) -> None:
-        num_bytes = 0
+    def _receive_blocks(self, frame: OpenFrame) -> None:
+        """Each block is compared as soon as it is whole: it is still in the core's cache, and the next ones wait in the
+        socket meanwhile."""
+        verified: list[int] = []
+        corrupt: list[int] = []
+        failure: str | None = "failed"
         try:
-            for num_more in receive_all(self._sock, self._places(frame.slots)):
-                num_bytes += num_more
-            failure = "the connection ended"
-        except BlockingIOError:
-            failure = f"silent for {self._options.frame_silence_s:g} s"
-        except OSError as error:
-            failure = str(error)
+            failure = self._receive_each(frame, verified, corrupt)
         finally:
-            self._reception.end_frame(frame, header.digests, num_bytes // self._memory.block_bytes)
-        if num_bytes < len(frame.slots) * self._memory.block_bytes:
-            reason = f"{self.address}: stopped in the middle of a frame: {self._cut_reason or failure}"
-            self._reception.writer_stopped(frame.ref, reason)
-            raise TransferError(reason)
+            self._reception.leave_frame(frame, verified, corrupt)
+            if failure is not None:
+                failure = f"{self.address}: stopped in the middle of a frame: {self._cut_reason or failure}"
+                self._reception.writer_stopped(frame.ref, failure)
+        if failure is not None:
+            raise TransferError(failure)
+
+    def _receive_each(self, frame: OpenFrame, verified: list[int], corrupt: list[int]) -> str | None:
+        """Why it stopped half-way, if it did."""
+        for place, slot in enumerate(frame.slots):
+            try:
+                num_bytes = sum(self._stream.receive_all(self._places(slot)))
+            except BlockingIOError:
+                return f"silent for {self._options.frame_silence_s:g} s"
+            except OSError as error:
+                return str(error)
+            if num_bytes < self._memory.block_bytes:
+                return "the connection ended"
+            if slot is not None:
+                (verified if self._reception.is_right(frame, place) else corrupt).append(frame.indices[place])
+        return None
 
     def _wait_for_frame(self) -> bool:
         """Receives a prefix; False when the peer ended the connection before its first byte, or is idle too long."""
         ends_s = time.monotonic() + self._options.receiver_idle_s
         while True:
             try:
-                num_bytes = self._sock.recv_into(self._head[:PREFIX_BYTES])
+                num_bytes = self._stream.receive_some(self._head[:PREFIX_BYTES])
             except BlockingIOError:
                 if self._cut_reason is not None or time.monotonic() >= ends_s:
                     return False
@@ -113,30 +128,20 @@ class TcpConnection(WriterConnection):
 
     def _receive_start(self, view: memoryview) -> None:
         """Fills a small piece within one silence limit, however slowly it drips. Raises TransferError."""
-        try:
-            num_bytes = self._sock.recv_into(view, len(view), socket.MSG_WAITALL) if len(view) else 0
-        except BlockingIOError:
-            num_bytes = 0
-        if num_bytes < len(view):
+        if self._stream.fill(view, self._options.frame_silence_s) < len(view):
             raise TransferError(f"the start of a frame was not there within {self._options.frame_silence_s:g} s")
 
     def _drain(self, num_bytes: int) -> None:
         """Takes bytes that nobody wants. Raises TransferError when they end early."""
         try:
-            num_bytes -= sum(receive_all(self._sock, self._scratch_for(num_bytes)))
+            num_bytes -= sum(self._stream.receive_all(self._scratch_for(num_bytes)))
         except BlockingIOError as error:
             raise TransferError(f"silent for {self._options.frame_silence_s:g} s in a stale frame") from error
         if num_bytes:
             raise TransferError("the connection ended in the middle of a stale frame")
 
-    def _places(self, slots: Sequence[int | None]) -> list[memoryview]:
-        places: list[memoryview] = []
-        for slot in slots:
-            if slot is None:
-                places.extend(self._scratch_for(self._memory.block_bytes))
-            else:
-                places.append(self._memory.block(slot))
-        return places
+    def _places(self, slot: int | None) -> list[memoryview]:
+        return self._scratch_for(self._memory.block_bytes) if slot is None else [self._memory.block(slot)]
 
     def _scratch_for(self, num_bytes: int) -> list[memoryview]:
         """Pieces of the one scratch buffer, again and again, for bytes that nobody wants."""

@@ -43,7 +43,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
     """What the blocks are. A later version may add fields; a reader ignores those that it does not know.
 
     indices: in the ticket's range, one for each block
-    digests: `block_digest` of each block
+    digests: `block_digest` of each block; none at all where the ticket asks for none
     """
 
     ref: TicketRef
@@ -88,7 +88,7 @@ def parse_header(data: bytes | memoryview, prefix: FramePrefix, block_bytes: int
         header = _header_decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the frame header cannot be read: {error}") from error
-    if len(header.digests) != len(header.indices):
+    if header.digests and len(header.digests) != len(header.indices):
         raise ProtocolError(f"{len(header.indices)} blocks with {len(header.digests)} digests")
     if prefix.num_payload_bytes != len(header.indices) * block_bytes:
         raise ProtocolError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ class Lab:
     cores: all that the bench and its clusters may use
     shape: None for the fake engine
     prototype: folder of the kernel prototype to compare the engine with, if any
+    notes: what the bench has found worth a sentence
     """
 
     config: Config
@@ -38,6 +39,11 @@ class Lab:
     prototype: Path | None
     clusters: ClusterStarter
     progress: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, sentence: str) -> None:
+        """Something that whoever reads the figures has to know; one line of the report."""
+        self.notes.append(sentence)
 
     def make_prompts(self) -> PromptMaker:
         return PromptMaker(self.vocab_size, PROMPT_SEED)

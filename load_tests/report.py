@@ -50,6 +50,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: of kvrelay, Python and the libraries that decide the speed
     settings: what of the bench itself could be chosen
     error:    why it did not come to its end; the checks are those that it had by then
+    notes:    what the checks do not say: something that could not be measured here, and why
     """
 
     name: str
@@ -59,6 +60,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     took_s: float
     checks: list[Check]
     error: str | None = None
+    notes: list[str] = msgspec.field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:

@@ -9,7 +9,7 @@ SIGNS = {"lower": "<=", "higher": ">="}
 
 
 def as_table(report: Report) -> str:
-    """Name, value, spread, target and verdict; what the machine is above, what was missed below."""
+    """Name, value, spread, target and verdict; what the machine is above, notes and what was missed below."""
     machine = report.machine
     heading = (
         f"{report.name}: {machine.processor}, {len(machine.cores)} cores, "
@@ -19,7 +19,7 @@ def as_table(report: Report) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "-" * max(map(len, lines))
-    return "\n".join([heading, rule, lines[0], rule, *lines[1:], rule, _verdict(report)]) + "\n"
+    return "\n".join([heading, rule, lines[0], rule, *lines[1:], rule, *report.notes, _verdict(report)]) + "\n"
 
 
 def _row(check: Check) -> tuple[str, str, str, str, str]:

@@ -39,6 +39,7 @@ async def run_bench(bench: Bench, lab: Lab) -> Report:
         took_s=time.monotonic() - began_s,
         checks=checks,
         error=error,
+        notes=list(lab.notes),
     )
 
 

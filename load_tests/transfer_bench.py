@@ -1,108 +1,107 @@
-"""transfer: how fast the paths move KV blocks between two processes of this host.
+"""transfer: how fast the paths move KV blocks between two processes of this host, and how far from the least possible.
 
-Measured: from the call of a push until the last block is in its slot and its digest has been compared, in bytes a
-second; over shared memory and over TCP, pushes of 16 blocks (a chunk of 256 tokens) and of 128 blocks.
+Measured: from the moment when the source begins until the last block is in its place in the target's pool; one block of
+64 KiB, of 1 MiB and of 64 MiB, and 100 blocks of 360 KiB. Our paths (the senders and receivers that workers have) with
+digests, both passes of which lie in that time, and without; for each its bare pair, the least that any program has to
+do to move the bytes so (see transfer_ways); memcpy within one process; the libraries of others where they are
+installed. And the time of a control call from worker to worker.
 
-Boundary: the sending half of a prefill worker's handoff and the receiving half of a decode worker's, without an
-engine, router or ticket protocol around them. The sender's digests are made before: each block's is made once,
-whoever it is sent to. Sender and receiver have a core each; both moments are of the clock that all processes of a host
-share. What it is to be compared with is `bound_memcpy`: one copy of the same bytes.
+Boundary: no engine, router or ticket protocol around it. Source and target are processes with a core each; the ways of
+a family use the same pages, touched before. All ways take turns within a round, forwards and backwards; a round's
+sample is the median of NUM_TIMES. Before anything is measured it was seen that the target gets the source's very bytes.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
+import asyncio
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
-import msgspec
-
-from kv_transport import shm, tcp
-from kv_transport.digest import block_digest
-from kv_transport.interface import BlockSender
-from kv_transport.shm_sender import ShmBlockSender
-from kv_transport.tcp_sender import TcpBlockSender
-from load_tests.child_process import ChildProcess, child_process
 from load_tests.lab import Lab
-from load_tests.machine_bounds import GIGA, measure_bounds
-from load_tests.report import Check, judged
+from load_tests.machine_bounds import measure_bounds
+from load_tests.report import Check
 from load_tests.summary import median
-from load_tests.transfer_messages import LAYOUT, Arrived, Begin, Offer, Opened, Started, identity_of
-from pd_worker.memory import PoolMemory
+from load_tests.transfer_checks import checks_of
+from load_tests.transfer_pair import TransferPair, transfer_pair
+from load_tests.transfer_ways import FAMILIES, WAYS, Family, Shape, Way
+from pd_core.errors import DeadlineExceeded, EngineError
 
-NUM_BLOCKS = (16, 128)
 NUM_TIMES = 5
-"""Pushes in a row; a round's sample is their median's worth of bytes a second."""
-PUSH_S = 10.0
-PROGRAM = "load_tests.transfer_process"
-ANSWER_S = 30.0
+SETTLE_S = 2.0
+"""Until pools have been put into huge pages, behind their users."""
+REQUIRED: Family = "own"
+"""The others may be missing, or fail; the report says so."""
 
 
 class TransferBench:
     name = "transfer"
-    summary = "bytes a second of the paths that move KV"
-    num_rounds = 5
+    summary = "bytes a second of the paths that move KV, against bare pairs and other libraries"
+    num_rounds = 7
 
     async def run(self, lab: Lab) -> list[Check]:
         bounds = await measure_bounds(lab)
-        rates: defaultdict[str, list[float]] = defaultdict(list)
-        async with child_process(PROGRAM, lab.cores[-1:]) as child:
-            source = await TransferSource.start(child)
+        async with AsyncExitStack() as stack:
+            ways = OpenWays(lab.note)
+            for family in FAMILIES:
+                lab.progress(f"transfer: making {family} ready")
+                await ways.open(family, await stack.enter_async_context(transfer_pair(lab.cores)))
+            await asyncio.sleep(SETTLE_S)
+            for number in lab.rounds():
+                lab.progress(f"transfer round {number + 1} of {lab.num_rounds}")
+                await ways.run_round()
+            return bounds + checks_of(ways.samples)
+
+
+class OpenWays:
+    """The ways that work here, and what was measured of them. note: told why one does not"""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.samples: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        self._note = note
+        self._pairs: dict[Way, TransferPair] = {}
+
+    async def open(self, family: Family, pair: TransferPair) -> None:
+        """Raises EngineError, DeadlineExceeded for the family that has to be there."""
+        for way in WAYS:
+            if way.family != family:
+                continue
             try:
-                for number in lab.rounds():
-                    lab.progress(f"transfer round {number + 1} of {lab.num_rounds}")
-                    for path in source.paths:
-                        for num_blocks in NUM_BLOCKS:
-                            rates[f"{path}_{num_blocks}_blocks"].append(await source.measure(path, num_blocks))
-            finally:
-                await source.close()
-        return bounds + [judged(name, samples, "GB/s", "higher") for name, samples in rates.items()]
+                for shape in way.shapes:
+                    await pair.open(way, shape)
+            except (EngineError, DeadlineExceeded) as error:
+                self._say_missing(way, error)
+            else:
+                self._pairs[way] = pair
 
+    async def run_round(self) -> None:
+        """Raises as `open`."""
+        for shape in dict.fromkeys(shape for way in self._pairs for shape in way.shapes):
+            for way, took_s in (await self._measure(shape)).items():
+                self.samples[way.name, shape.name].append(median(took_s))
 
-class TransferSource:
-    """A pool with a sender for every path, and the process that receives."""
+    async def _measure(self, shape: Shape) -> dict[Way, list[float]]:
+        """Seconds, NUM_TIMES each, of the ways that did not fail meanwhile."""
+        took_s: dict[Way, list[float]] = {way: [] for way in self._pairs if shape in way.shapes}
+        for number in range(NUM_TIMES):
+            for way in list(took_s)[:: -1 if number % 2 else 1]:
+                if way not in self._pairs:
+                    continue
+                try:
+                    took_s[way].append(await self._pairs[way].measure_s(way, shape))
+                except (EngineError, DeadlineExceeded) as error:
+                    self._say_missing(way, error)
+                    self._forget(way.family)
+        return {way: seconds for way, seconds in took_s.items() if way in self._pairs}
 
-    def __init__(self, child: ChildProcess, begin: Begin) -> None:
-        self._child = child
-        self._memory = PoolMemory(begin.num_blocks, LAYOUT.block_bytes)
-        self._memory.buffer[:] = secrets.token_bytes(LAYOUT.block_bytes) * begin.num_blocks
-        self._digests = [block_digest(self._memory.block(block_id)) for block_id in range(begin.num_blocks)]
-        identity, secret = identity_of("prefill", "bench-source"), begin.secret.encode()
-        self._senders: dict[str, BlockSender] = {
-            shm.PATH: ShmBlockSender(self._memory, identity, secret),
-            tcp.PATH: TcpBlockSender(self._memory, identity, secret),
-        }
-        self._opened: msgspec.json.Decoder[Opened] = msgspec.json.Decoder(Opened)
-        self._arrived: msgspec.json.Decoder[Arrived] = msgspec.json.Decoder(Arrived)
+    def _say_missing(self, way: Way, error: EngineError | DeadlineExceeded) -> None:
+        if way.family == REQUIRED:
+            raise error
+        self._note(f"no figures of {way.name}: {error.message}")
 
-    @classmethod
-    async def start(cls, child: ChildProcess) -> TransferSource:
-        begin = Begin("bench-target", secrets.token_hex(32), max(NUM_BLOCKS))
-        await child.tell(begin)
-        await child.hear(msgspec.json.Decoder(Started), ANSWER_S)
-        source = cls(child, begin)
-        for path in source.paths:  # connections
-            await source.measure(path, 1)
-        return source
-
-    @property
-    def paths(self) -> list[str]:
-        return list(self._senders)
-
-    async def measure(self, path: str, num_blocks: int) -> float:
-        """GB a second, the median of NUM_TIMES pushes. Raises TransferError, EngineError, DeadlineExceeded."""
-        took_s = [await self._push(path, num_blocks) for _ in range(NUM_TIMES)]
-        return num_blocks * LAYOUT.block_bytes / median(took_s) / GIGA
-
-    async def close(self) -> None:
-        for sender in self._senders.values():
-            await sender.close()
-        self._memory.close()
-
-    async def _push(self, path: str, num_blocks: int) -> float:
-        await self._child.tell(Offer(path, num_blocks))
-        ticket = (await self._child.hear(self._opened, ANSWER_S)).ticket
-        indices = list(range(num_blocks))
-        began_s = time.monotonic()
-        await self._senders[path].push(ticket, indices, indices, self._digests[:num_blocks], PUSH_S)
-        return (await self._child.hear(self._arrived, ANSWER_S)).at_s - began_s
+    def _forget(self, family: Family) -> None:
+        """What its processes would say now belongs to other questions, and what there is of it is not whole."""
+        for way in [way for way in self._pairs if way.family == family]:
+            del self._pairs[way]
+            for shape in way.shapes:
+                self.samples.pop((way.name, shape.name), None)

@@ -1,49 +1,94 @@
-"""What the transfer bench and the process that receives say to each other: one line of JSON each way.
+"""What the transfer bench and its two processes say to each other, one line of JSON each way. One question at a time.
 
-Begin : Started
-Offer : Opened, and Arrived when all blocks are there
+               to the target             to the source
+    first      Begin                     Begin
+    a way      Open: Opened              Connect: Done
+    a push     Receive: Ready, Arrived   Send: Sent
+    a look     Inspect: Done
+
+Anything may be answered with Refused. See transfer_process.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
-from pd_core.layout import BlockLayout, Fingerprint
-from pd_core.ticket import Ticket
-from pd_rpc.wire import PeerIdentity
-
-LAYOUT = BlockLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
-"""Blocks of 360 KiB, as the embedded model's."""
+from load_tests.transfer_ways import Shape
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """secret: what both sides prove to know; num_blocks: of the receiving pool"""
+    """secret: what sender and receiver prove to know"""
 
-    incarnation: str
     secret: str
-    num_blocks: int
 
 
-class Started(msgspec.Struct, frozen=True):
-    paths: list[str]
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """The target wipes the shape's pool and gets ready to be connected to."""
+
+    way: str
+    shape: Shape
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """So many blocks are about to be pushed over this path."""
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """offer: what the source has to know; only the two halves read it"""
 
-    path: str
-    num_blocks: int
-
-
-class Opened(msgspec.Struct, frozen=True):
-    ticket: Ticket
+    offer: str
 
 
-class Arrived(msgspec.Struct, frozen=True):
-    """at_s: on Linux's monotonic clock, which all processes of a host share"""
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    way: str
+    shape: Shape
+    offer: str
+
+
+class Receive(msgspec.Struct, frozen=True, tag=True):
+    way: str
+    shape: Shape
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The target waits for the blocks. note: for the source's half"""
+
+    note: str
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    way: str
+    shape: Shape
+    note: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """When the source began, and when its blocks could change again; on Linux's monotonic clock, which all processes
+    of a host share."""
+
+    began_s: float
+    ended_s: float
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """When the last block was in its place, on the same clock."""
 
     at_s: float
 
 
-def identity_of(role: str, incarnation: str) -> PeerIdentity:
-    return PeerIdentity(f"{role}-bench", role, incarnation, Fingerprint("bench", "bench", "bench", "bench", LAYOUT))
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Refused unless the target's pool of this shape holds what the source's does."""
+
+    shape: Shape
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """In one line."""
+
+    message: str
+
+
+Question: TypeAlias = Open | Connect | Receive | Send | Inspect
+Answer: TypeAlias = Opened | Ready | Sent | Arrived | Done | Refused

@@ -1,113 +1,150 @@
-"""The program that receives KV for the transfer bench: `python -m load_tests.transfer_process CORES`.
+"""One side of a transfer under measurement: `python -m load_tests.transfer_process CORES source|target`.
 
-It is a decode worker's receiving side and nothing else. For every `Offer` it reads it opens a ticket and says so; when
-all blocks have come and their digests are right it says when that was. It ends with its input.
+The first line is a Begin, all others are questions; it ends with its input. It has a pool for every shape and a half
+for every way that it was asked about. What a library prints goes to standard error: standard output is for answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import BinaryIO
 
 import msgspec
 
-from kv_transport.interface import BlocksArrived, ReceiverEvent
-from kv_transport.receiver import PathListener, PoolReceiver
-from kv_transport.shm_receiver import ShmListener
-from kv_transport.tcp_receiver import TcpListener
-from load_tests.transfer_messages import LAYOUT, Arrived, Begin, Offer, Opened, Started, identity_of
+from load_tests.transfer_halves import Offerer, Pool, SourceHalf, TargetHalf
+from load_tests.transfer_makers import make_source, make_target
+from load_tests.transfer_messages import (
+    Answer,
+    Arrived,
+    Begin,
+    Connect,
+    Done,
+    Inspect,
+    Open,
+    Opened,
+    Question,
+    Ready,
+    Receive,
+    Refused,
+    Send,
+)
+from load_tests.transfer_ways import Shape, way_named
 from pd_core.errors import TransferError
-from pd_core.ticket import Ticket, TicketRef
-from pd_worker.memory import PoolMemory
 
-LEASE_S = 60.0
-HOST = "127.0.0.1"
+Say = Callable[[Answer], None]
 
 
-class TransferTarget:
-    """A pool with a receiver over every path."""
+class Source:
+    """Sends. Raises whatever a half raises."""
 
-    def __init__(self, begin: Begin) -> None:
-        self._memory = PoolMemory(begin.num_blocks, LAYOUT.block_bytes)
-        identity = identity_of("decode", begin.incarnation)
-        self._incarnation = begin.incarnation
-        secret = begin.secret.encode()
-        listeners: list[PathListener] = [
-            ShmListener(self._memory, identity, secret),
-            TcpListener(self._memory, identity, secret, host=HOST),
-        ]
-        self._receiver = PoolReceiver(self._memory, listeners)
-        self._epoch = 0
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._pools: dict[str, Pool] = {}
+        self._halves: dict[tuple[str, str], SourceHalf] = {}
 
-    async def start(self) -> Started:
-        await self._receiver.start()
-        self._memory.buffer[:] = bytes(len(self._memory.buffer))  # pages are there before anything is measured
-        return Started([address.path for address in self._receiver.addresses])
-
-    async def receive(self, offer: Offer, say: Callable[[msgspec.Struct], None]) -> Arrived:
-        """Raises TransferError when a block came wrong or its writer left."""
-        ticket = self._ticket(offer)
-        missing = set(range(offer.num_blocks))
-        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-
-        def on_event(event: ReceiverEvent) -> None:
-            if done.done():
-                return  # it has failed already
-            if not isinstance(event, BlocksArrived) or event.corrupt:
-                done.set_exception(TransferError(f"a transfer of the bench failed: {event}"))
-                return
-            missing.difference_update(event.verified)
-            if not missing:
-                done.set_result(time.monotonic())
-
-        self._receiver.open_ticket(ticket, on_event)
-        say(Opened(ticket))
-        arrived = Arrived(await done)
-        await self._receiver.close_ticket(ticket.ref)
-        return arrived
+    async def answer(self, question: Question, say: Say) -> Answer:
+        match question:
+            case Connect(way=way, shape=shape, offer=offer):
+                half = make_source(way_named(way), self._pool(shape), self._secret)
+                self._halves[way, shape.name] = half
+                await half.connect(offer)
+                return Done()
+            case Send(way=way, shape=shape, note=note):
+                return await self._halves[way, shape.name].send(note)
+            case _:
+                raise TransferError(f"{type(question).__name__} is no question for a source")
 
     async def close(self) -> None:
-        await self._receiver.close()
-        self._memory.close()
+        for half in self._halves.values():
+            await half.close()
+        self._halves.clear()
+        for pool in self._pools.values():
+            pool.close()
 
-    def _ticket(self, offer: Offer) -> Ticket:
-        self._epoch += 1
-        return Ticket(
-            ref=TicketRef(secrets.token_hex(8), self._incarnation, self._epoch, 1),
-            request_id=f"bench-{self._epoch}",
-            first_block=0,
-            block_ids=list(range(offer.num_blocks)),
-            lease_s=LEASE_S,
-            control_host=HOST,
-            control_port=0,
-            addresses=[address for address in self._receiver.addresses if address.path == offer.path],
-        )
+    def _pool(self, shape: Shape) -> Pool:
+        if shape.name not in self._pools:
+            self._pools[shape.name] = Pool(shape)
+            self._pools[shape.name].fill()
+        return self._pools[shape.name]
 
 
-async def serve(lines: BinaryIO, output: BinaryIO) -> None:
-    """The first line is a Begin, all others are Offers."""
+class Target:
+    """Receives. Raises whatever a half raises."""
 
-    def say(message: msgspec.Struct) -> None:
-        output.write(msgspec.json.encode(message) + b"\n")
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._pools: dict[str, Pool] = {}
+        self._halves: dict[tuple[str, str], Offerer] = {}
+
+    async def answer(self, question: Question, say: Say) -> Answer:
+        match question:
+            case Open(way=way, shape=shape):
+                if shape.name not in self._pools:
+                    self._pools[shape.name] = Pool(shape)
+                pool = self._pools[shape.name]
+                pool.wipe()
+                half = make_target(way_named(way), pool, self._secret)
+                if half is None:
+                    return Opened("")
+                self._halves[way, shape.name] = half
+                return Opened(await half.open())
+            case Receive(way=way, shape=shape):
+                half = self._halves[way, shape.name]
+                if not isinstance(half, TargetHalf):
+                    raise TransferError(f"nothing of {way} is to be waited for")
+                return Arrived(await half.receive(lambda note: say(Ready(note))))
+            case Inspect(shape=shape):
+                if not self._pools[shape.name].is_filled():
+                    raise TransferError("the blocks are not those of the source")
+                return Done()
+            case _:
+                raise TransferError(f"{type(question).__name__} is no question for a target")
+
+    async def close(self) -> None:
+        for half in self._halves.values():
+            await half.close()
+        self._halves.clear()
+        for pool in self._pools.values():
+            pool.close()
+
+
+SIDES: dict[str, type[Source] | type[Target]] = {"source": Source, "target": Target}
+
+
+async def serve(make_side: type[Source] | type[Target], lines: BinaryIO, output: BinaryIO) -> None:
+    """Answers until the input ends."""
+    questions: msgspec.json.Decoder[Question] = msgspec.json.Decoder(Question)
+
+    def say(answer: Answer) -> None:
+        output.write(msgspec.json.encode(answer) + b"\n")
         output.flush()
 
-    target = TransferTarget(msgspec.json.decode(await asyncio.to_thread(lines.readline), type=Begin))
+    begin = msgspec.json.decode(await asyncio.to_thread(lines.readline), type=Begin)
+    side = make_side(begin.secret.encode())
     try:
-        say(await target.start())
         while line := await asyncio.to_thread(lines.readline):
-            say(await target.receive(msgspec.json.decode(line, type=Offer), say))
+            say(await _answer(side.answer(questions.decode(line), say)))
     finally:
-        await target.close()
+        await side.close()
+
+
+async def _answer(work: Awaitable[Answer]) -> Answer:
+    try:
+        return await work
+    except Exception as error:  # of libraries that raise what they like, too: the bench decides what it means
+        text = " ".join(str(error).split())
+        return Refused(f"{type(error).__name__}: {text}")
 
 
 def main() -> None:
     os.sched_setaffinity(0, {int(core) for core in sys.argv[1].split(",")})
-    asyncio.run(serve(sys.stdin.buffer, sys.stdout.buffer))
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with output:
+        asyncio.run(serve(SIDES[sys.argv[2]], sys.stdin.buffer, output))
 
 
 if __name__ == "__main__":

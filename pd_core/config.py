@@ -6,6 +6,7 @@ the machine when the cluster starts.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, Literal
 
 import msgspec
@@ -92,8 +93,9 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """host: the address that workers bind to and advertise; lease_s: how long a writer may be silent.
+    """host: the one address that workers listen on and tell others, v4 or v6, or a name for it on each host
 
+    lease_s: how long a writer may be silent
     path: "auto" is the fastest that the two workers have: shared memory on one host, else RDMA, else TCP; a name
           allows it alone
     digests: whether every block is compared with its producer's digest when it arrives
@@ -195,8 +197,29 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{path} is {chunk}; it must be a multiple of 16", param=path)
     if config.model.weights == "int8" and (config.model.device != "cpu" or config.model.kernels in ("sdpa", "tiled")):
         raise ConfigError("model.weights int8 is of the native kernels alone", param="model.weights")
+    check_advertised(config.transfer.host, "transfer.host")
+    for field in config.tls.__struct_fields__ if config.tls is not None else ():
+        path = getattr(config.tls, field)
+        if not path.startswith("/"):  # every process has a folder of its own
+            raise ConfigError(f"tls.{field} is {path!r}; it must be an absolute path", param=f"tls.{field}")
+    if config.tls is not None and config.transfer.path == "ucx":
+        raise ConfigError("tls is set, and transfer.path ucx cannot be encrypted", param="transfer.path")
     if config.model.device == "cuda" and config.model.kernels == "native":
         raise ConfigError("model.kernels native runs on the cpu alone", param="model.kernels")
+
+
+def check_advertised(host: str, param: str) -> None:
+    """Raises ConfigError for an address that others cannot be told; a name has to be looked up first."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return
+    if address.is_unspecified:
+        raise ConfigError(
+            f"{param} is {host}, which stands for every address of a host; others have to be told one", param=param
+        )
+    if address.version == 6 and address.is_link_local:
+        raise ConfigError(f"{param} is {host}, which means something else on every host and link", param=param)
 
 
 def prompt_chunk_tokens(config: Config) -> int:

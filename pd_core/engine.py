@@ -55,17 +55,9 @@ class Engine(Protocol):
 
         `is_cancelled` is asked between layers; when it says yes, Cancelled is raised, no token has been drawn and
         the KV of the step's own positions is undefined (running the same step again makes it right).
+        When it returns or raises, nothing reads or writes the step's blocks any more, wherever the pool lies.
         Raises EngineError for ids outside the vocabulary or block tables that do not cover the step.
         """
-        ...
-
-    def publish(self, block_ids: Sequence[int]) -> None:
-        """Makes the pool's bytes show the KV of these blocks. Nothing to do where steps run in the pool itself; an
-        engine whose KV lies on a device copies it out."""
-        ...
-
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        """Takes the KV of these blocks from the pool's bytes, where others have written it. See `publish`."""
         ...
 
     def invariance_report(self) -> dict[str, str]:

@@ -151,6 +151,12 @@ class TransferError(KvrelayError):
     retryable = True
 
 
+class Unreachable(TransferError):
+    """No connection to a pool could be made, within its own deadline. The sentence names every address."""
+
+    code = "unreachable"
+
+
 class LayoutMismatch(TransferError):
     """Two pools store KV differently; pairing is refused.
 

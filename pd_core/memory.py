@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class BlockMemory(Protocol):
-    """`num_blocks` KV blocks of `block_bytes` bytes each, one after the other.
-
-    Allocated by the worker, handed as a plain buffer to the engine and to the transports; neither knows the other.
-    """
+class BlockPool(Protocol):
+    """Blocks as a ledger counts them, wherever they lie."""
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
     def block_bytes(self) -> int: ...
+
+
+class BlockMemory(BlockPool, Protocol):
+    """`num_blocks` KV blocks of `block_bytes` bytes each, one after the other.
+
+    Allocated by the worker, handed as a plain buffer to the engine and to the transports; neither knows the other.
+    """
 
     @property
     def buffer(self) -> memoryview:

@@ -7,6 +7,8 @@
                          FinishPrefill : HandoffVerdict
                          AllSent       : LeaseHeld
                          AbandonPrefill: LeaseHeld
+                         OpenProbe     : TicketGranted
+    router  -> prefill   ProbePaths    : PathsProbed
     anyone  -> worker    WatchStatus   : WorkerStatus ...
                          ReadLedger    : LedgerSnapshot
                          Drain         : Drained
@@ -24,6 +26,7 @@ import msgspec
 from pd_core.ledger import LedgerCounts, LedgerReport
 from pd_core.request import FinishReason, GenerateRequest
 from pd_core.ticket import FirstToken, Ticket, TicketRef
+from pd_core.transfer import PathTotals, PathTransfer, ProbedPath
 
 
 class StartDecode(msgspec.Struct, frozen=True, tag="start_decode"):
@@ -83,6 +86,28 @@ class AbandonPrefill(msgspec.Struct, frozen=True, tag="abandon_prefill"):
 
     ref: TicketRef
     reason: str
+
+
+class OpenProbe(msgspec.Struct, frozen=True, tag="open_probe"):
+    """Set blocks aside for a push that only measures. Its ticket is as any other; at its commit the blocks are free.
+
+    Raises Overloaded when there is no room for it now, InvalidRequest for more blocks than a probe may have.
+    """
+
+    num_blocks: int
+
+
+class ProbePaths(msgspec.Struct, frozen=True, tag="probe_paths"):
+    """Push blocks that nobody needs to `peer` over each of its paths, one after the other, and say how fast each is.
+
+    num_blocks: of one push; num_rounds: pushes over each path that count
+    Raises Overloaded when a pool has no room for it now or a probe is under way, InvalidRequest for too much of it,
+    LayoutMismatch, and what keeps the two from speaking at all.
+    """
+
+    peer: WorkerEndpoint
+    num_blocks: int
+    num_rounds: int
 
 
 class WatchStatus(msgspec.Struct, frozen=True, tag="watch_status"):
@@ -162,18 +187,50 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
 
     chunks: how the prompt was computed; compute_s: time in the engine
     push_s: time from the first token to the receiver's word that it has all; 0 when nothing was handed on
-    num_bytes, transfer_s: KV bytes sent, and how long they were on the path, without waiting for a turn
+    transfers: what was sent, by path, in the order in which they were first used
+    how: see BlockSender.path_to, at the end of the handoff; empty when nothing was handed on
     """
 
     chunks: list[ChunkDone]
     compute_s: float
     push_s: float
-    num_bytes: int
-    transfer_s: float
+    transfers: list[PathTransfer] = []
+    how: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """KV bytes sent."""
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+    @property
+    def transfer_s(self) -> float:
+        """How long they were on their paths, without waiting for a turn."""
+        return sum(transfer.seconds for transfer in self.transfers)
+
+
+class PathsProbed(msgspec.Struct, frozen=True, tag="paths_probed"):
+    """What a probe found out about the paths from one worker to another.
+
+    paths:     those that the receiver offers, best first
+    in_use:    the one that a push took which had the choice, as a handoff has; None when none works
+    how:       see BlockSender.path_to, right after that push: what was known of the others too
+    control_s: of a bare call over the control connection
+    num_blocks, num_rounds: as they were asked for; block_bytes: of one block
+    """
+
+    paths: list[ProbedPath]
+    in_use: str | None
+    how: str
+    control_s: float
+    num_blocks: int
+    num_rounds: int
+    block_bytes: int
 
 
 class LeaseHeld(msgspec.Struct, frozen=True, tag="lease_held"):
-    """Understood."""
+    """Understood. num_arrived: to a RenewLease, blocks of the ticket that are there and right"""
+
+    num_arrived: int = 0
 
 
 class HandoffVerdict(msgspec.Struct, frozen=True, tag="handoff_verdict"):
@@ -193,6 +250,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag="worker_status"):
     counters: totals since boot, by metric name (tokens, handoffs, transfer bytes, ...)
     detail:   what the engine says of itself, for /ready
     kv_paths: how KV goes from here to other workers, by their names, and why not in a better way; for people
+    transfers: what was pushed over each path, by its name
     """
 
     name: str
@@ -208,6 +266,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag="worker_status"):
     counters: dict[str, float]
     detail: dict[str, str]
     kv_paths: dict[str, str] = {}
+    transfers: dict[str, PathTotals] = {}
 
 
 class LedgerSnapshot(msgspec.Struct, frozen=True, tag="ledger_snapshot"):
@@ -228,6 +287,7 @@ WORKER_REPLIES = (
     | TokenMade
     | Preempted
     | PrefillDone
+    | PathsProbed
     | LeaseHeld
     | HandoffVerdict
     | WorkerStatus

@@ -249,6 +249,7 @@ class RequestLife(msgspec.Struct, frozen=True):
 
 _replace = msgspec.structs.replace
 _OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
+_DECODING, _OF_DECODE = RequestState.DECODING, Leg.DECODE  # to look one up in its class takes as long as `_replace`
 
 
 def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[RequestCommand]]:
@@ -301,6 +302,18 @@ def step(life: RequestLife, event: RequestEvent) -> tuple[RequestLife, list[Requ
             return _end(life, RequestState.FINISHED, [])
         case _:
             raise InvalidTransition(f"{type(event).__name__} does not fit: {life.story()}")
+
+
+def usual_token(life: RequestLife, leg: Leg, index: int, finish: FinishReason | None) -> RequestLife | None:
+    """What `step` makes of a usual token, which is to be delivered: one of decode, neither the first nor the last.
+
+    None for any other. Nearly all that ever comes is such a token, and this is the table's row for it without an event
+    and a command.
+    """
+    is_usual = life.state is _DECODING and leg is _OF_DECODE and finish is None
+    if not (is_usual and index == life.num_of_decode == life.num_tokens):
+        return None
+    return _replace(life, num_tokens=index + 1, num_of_decode=index + 1)
 
 
 def _token(life: RequestLife, event: TokenReceived) -> tuple[RequestLife, list[RequestCommand]]:

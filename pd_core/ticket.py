@@ -48,6 +48,8 @@ class Ticket(msgspec.Struct, frozen=True):
     lease_s:      how long the writer may be silent
     control_host, control_port: where the issuing worker takes lease renewals and the end of the prefill
     addresses:    ways to write, best first
+    most_frame_blocks: most blocks that one frame may have, and so one push; None where the pool sets no limit
+    with_digests: whether every block must come with its digest, with which its copy is compared
     """
 
     ref: TicketRef
@@ -58,6 +60,8 @@ class Ticket(msgspec.Struct, frozen=True):
     control_host: str
     control_port: int
     addresses: list[TransportAddress]
+    with_digests: bool = True
+    most_frame_blocks: int | None = None
 
     @property
     def num_blocks(self) -> int:

@@ -78,12 +78,6 @@ class ModelEngine(ABC):
         """Runs the steps as `step` does; logits [len(steps), vocab_size] of each one's last token."""
         return self._checked(steps, range(len(steps)), never)
 
-    def publish(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do
-        """Nothing to do: steps run in the pool itself."""
-
-    def adopt(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - as above
-        """Nothing to do: steps run in the pool itself."""
-
     def invariance_report(self) -> dict[str, str]:
         return self._proof.report() | self._detail
 

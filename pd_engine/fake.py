@@ -92,12 +92,6 @@ class FakeEngine:
         read = [self._read(step) for step in steps]
         return [None if step.sample is None else self._next(last) for step, last in zip(steps, read, strict=True)]
 
-    def publish(self, block_ids: Sequence[int]) -> None:
-        """Nothing to do: steps run in the pool itself."""
-
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        """Nothing to do: steps run in the pool itself."""
-
     def invariance_report(self) -> dict[str, str]:
         return {"numerics": self._numerics, "invariance": "bit-exact", "threads_tried": "none: integers"}
 

@@ -1,21 +1,21 @@
 """From a model folder and a pool's memory to a running engine.
 
-plan_engine: which kernels, and thus which layout and fingerprint    (reads no weights)
-load_engine: weights, self-check, engine
+plan_engine:    which kernels, and thus which layout and fingerprint    (reads no weights)
+load_engine:    weights, self-check, engine over a pool in memory
+load_on_device: the same over a pool on the plan's device
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
 from pd_core.engine import Engine
-from pd_core.errors import ConfigError
+from pd_core.errors import ConfigError, EngineError
 from pd_core.layout import BlockLayout, DType, Fingerprint
 from pd_core.memory import BlockMemory
 from pd_engine.decoder import Decoder
@@ -30,7 +30,7 @@ from pd_engine.native.model import NativeModel
 from pd_engine.native.shallow import ShallowNative
 from pd_engine.native.spec import NativeSpec, WeightForm
 from pd_engine.numerics import numerics_id
-from pd_engine.pool import LAYOUT_NAME, pool_on, torch_dtype
+from pd_engine.pool import LAYOUT_NAME, DeviceKvPool, KvPool, torch_dtype
 from pd_engine.rotary import rotary_tables
 from pd_engine.shallow_decoder import ShallowDecoder
 from pd_engine.tensor_file import TensorFile
@@ -104,9 +104,24 @@ def load_engine(plan: EnginePlan, memory: BlockMemory, *, num_threads: int) -> E
 
     memory:      blocks of `plan.layout`
     num_threads: threads of every step
-    Raises ModelError (weights), EngineError (memory does not fit the layout, or the device has no room).
+    Raises ModelError (weights), EngineError (memory does not fit the layout, or the plan is for another device).
     """
-    return _load_torch(plan, memory, num_threads) if plan.library is None else _load_native(plan, memory, num_threads)
+    if plan.library is not None:
+        return _load_native(plan, memory, num_threads)
+    if plan.device.type != "cpu":
+        raise EngineError(f"an engine on {plan.device} has no pool in memory")
+    return _load_torch(plan, KvPool(memory, plan.layout), num_threads)
+
+
+def load_on_device(plan: EnginePlan, num_blocks: int, *, num_threads: int) -> tuple[Engine, DeviceKvPool]:
+    """The same with a new pool of `num_blocks` blocks on the plan's device, whose engine is torch's.
+
+    Raises ModelError (weights), EngineError (the device has no room, or the native kernels were planned).
+    """
+    if plan.library is not None:
+        raise EngineError(f"the native kernels have their pool in memory, not on {plan.device}")
+    pool = DeviceKvPool(num_blocks, plan.layout, plan.device)
+    return _load_torch(plan, pool, num_threads), pool
 
 
 def torch_layout(manifest: ModelManifest, dtype: DType) -> BlockLayout:
@@ -167,14 +182,19 @@ def _native_plan(folder: ModelFolder, dtype: DType, cache_dir: Path, weights: We
     )
 
 
-def _load_torch(plan: EnginePlan, memory: BlockMemory, num_threads: int) -> TorchEngine:
+def _load_torch(plan: EnginePlan, pool: KvPool, num_threads: int) -> TorchEngine:
     manifest = plan.folder.manifest
-    pool = pool_on(memory, plan.layout, plan.device)
+
+    def make_pool(memory: BlockMemory, layout: BlockLayout) -> KvPool:
+        if isinstance(pool, DeviceKvPool):
+            return DeviceKvPool(memory.num_blocks, layout, plan.device)
+        return KvPool(memory, layout)
+
     use_threads(num_threads)
     weights = read_weights(plan.folder.weights_path, manifest, torch_dtype(plan.dtype), plan.device)
     decoder = Decoder(manifest, weights, kernel_named(plan.kernel))
     proof = proven(
-        lambda: ShallowDecoder(decoder, plan.layout, partial(pool_on, device=plan.device)),
+        lambda: ShallowDecoder(decoder, plan.layout, make_pool),
         plan.fingerprint.numerics,
         plan.folder.weights_digest,
         num_threads if plan.device.type == "cpu" else 1,

@@ -13,8 +13,9 @@ from pd_core.engine import SequenceStep
 from pd_core.layout import BlockLayout
 from pd_core.memory import BlockMemory
 from pd_engine.decoder import Decoder
+from pd_engine.device_copies import slots_like
 from pd_engine.invariance import NUM_BLOCKS, NUM_LAYERS
-from pd_engine.pool import KvPool
+from pd_engine.pool import DeviceKvPool, KvPool
 from pd_engine.scratch import ScratchMemory
 from pd_engine.steps import never
 
@@ -29,6 +30,8 @@ class ShallowDecoder:
         shallow = msgspec.structs.replace(layout, num_layers=self._decoder.manifest.num_layers)
         self._memory = ScratchMemory(NUM_BLOCKS, shallow.block_bytes)
         self._pool = make_pool(self._memory, shallow)
+        is_elsewhere = isinstance(self._pool, DeviceKvPool)
+        self._rows = slots_like(self._pool, self._memory) if is_elsewhere else None
 
     @property
     def memory(self) -> BlockMemory:
@@ -46,9 +49,11 @@ class ShallowDecoder:
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
-            self._pool.adopt(range(NUM_BLOCKS))  # the trial copies blocks from one table to another
+            if self._rows is not None:
+                self._pool.blocks.copy_(self._rows)  # the trial copies blocks from one table to another
             logits: NDArray[np.float32] = self._decoder.forward(steps, [0], self._pool, never).cpu().numpy()
-            self._pool.publish(range(NUM_BLOCKS))
+            if self._rows is not None:
+                self._rows.copy_(self._pool.blocks)
             return logits
         finally:
             torch.set_num_threads(before)

@@ -46,18 +46,15 @@ class TorchEngine(ModelEngine):
     ) -> NDArray[np.float32]:
         use_threads(self._num_threads)
         try:
-            logits: NDArray[np.float32] = self._decoder.forward(steps, picked, self._pool, is_cancelled).cpu().numpy()
+            try:
+                logits: NDArray[np.float32] = (
+                    self._decoder.forward(steps, picked, self._pool, is_cancelled).cpu().numpy()
+                )
+            finally:  # also when it was cancelled: the blocks may be given to others now, and copied
+                self._pool.settle()
         except RuntimeError as error:
             raise EngineError(f"torch failed inside a step: {error}") from error
         return logits
-
-    def publish(self, block_ids: Sequence[int]) -> None:
-        """See `pd_core.engine.Engine.publish`. Raises EngineError for a block outside the pool."""
-        self._pool.publish(block_ids)
-
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        """See `pd_core.engine.Engine.adopt`. Raises EngineError for a block outside the pool."""
-        self._pool.adopt(block_ids)
 
 
 def use_threads(num_threads: int) -> None:

@@ -10,4 +10,6 @@ link        asyncio shell of a core: a protocol, two timers, no decisions
 client      RpcClient: call and stream
 server      RpcServer: a handler is an async generator
 blocking    the same handshake on a blocking socket, for data connections
+tls         mutual TLS by config, sans-IO in tls_session; tls_protocol and tls_socket put it between a connection and
+            its socket, in asyncio and in blocking threads
 """

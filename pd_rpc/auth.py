@@ -12,7 +12,7 @@ The Hello bodies enter the MAC as the very bytes that were sent, so both nonces,
 covered whatever encoder made them. `role` is the prover's, "client" or "server": a proof sent back to its maker is
 wrong. The nonces are new for every connection: a recorded proof is wrong. `kind` names what the connection is for:
 a proof made for one kind is wrong for another. Afterwards the connection is neither encrypted nor signed; the
-cluster's network is trusted that far.
+cluster's network is trusted that far, or TLS is around it all (pd_rpc.tls).
 
 Connections that are not RPC use the same object with their own `kind` (see pd_rpc.blocking for sockets), or carry
 the four bodies by any means of their own.

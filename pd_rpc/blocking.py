@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import time
+from typing import Protocol
 
 from pd_core.errors import KvrelayError, Unavailable
 from pd_rpc.address import format_address, with_address
@@ -21,27 +21,43 @@ from pd_rpc.wire import PeerIdentity
 _MAX_HELLO_BYTES = 64 * KIB
 
 
+class HandshakeSocket(Protocol):
+    """What the handshake asks of a connection: a blocking socket, or TLS on one."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+    def recv(self, num_bytes: int, /) -> bytes: ...
+
+    def gettimeout(self) -> float | None: ...
+
+    def settimeout(self, timeout_s: float | None, /) -> None: ...
+
+    def getpeername(self) -> object: ...
+
+
 def authenticate_blocking_as_client(
-    sock: socket.socket,
+    sock: HandshakeSocket,
     secret: bytes,
     identity: PeerIdentity,
     *,
     kind: str,
     deadline_s: float,
+    limit_s: float | None = None,
     check_peer: CheckPeer | None = None,
 ) -> PeerIdentity:
     """Runs the handshake as the side that connected; who the other side is.
 
-    kind: what the connection is for; both sides must name the same (see pd_rpc.auth)
+    kind:    what the connection is for; both sides must name the same (see pd_rpc.auth)
+    limit_s: what people know as the limit, where connecting has taken a part of it and `deadline_s` is left
     The socket's own timeout is as before afterwards. On an error the socket is the caller's to close.
     Raises AuthenticationFailed, ProtocolError, Unavailable (mute, late or gone), or the error with which `check_peer`
     refused on either side. All name the peer's host:port.
     """
-    return _authenticate(sock, Side.CLIENT, secret, identity, kind, deadline_s, check_peer)
+    return _authenticate(sock, Side.CLIENT, secret, identity, kind, deadline_s, check_peer, limit_s)
 
 
 def authenticate_blocking_as_server(
-    sock: socket.socket,
+    sock: HandshakeSocket,
     secret: bytes,
     identity: PeerIdentity,
     *,
@@ -54,13 +70,14 @@ def authenticate_blocking_as_server(
 
 
 def _authenticate(
-    sock: socket.socket,
+    sock: HandshakeSocket,
     side: Side,
     secret: bytes,
     identity: PeerIdentity,
     kind: str,
     deadline_s: float,
     check_peer: CheckPeer | None,
+    limit_s: float | None = None,
 ) -> PeerIdentity:
     challenge = Challenge(side, secret, identity, secrets.token_bytes(NONCE_BYTES), kind=kind)
     wire = _BlockingFrames(sock, deadline_s)
@@ -68,7 +85,7 @@ def _authenticate(
     try:
         return _run(Handshake(challenge), wire, identity, check_peer)
     except TimeoutError as error:
-        raise Unavailable(f"{wire.address}: no handshake within {deadline_s:g} s") from error
+        raise Unavailable(f"{wire.address}: no handshake within {limit_s or deadline_s:g} s") from error
     except OSError as error:
         raise Unavailable(f"{wire.address}: connection ended during the handshake: {error}") from error
     except KvrelayError as error:
@@ -91,7 +108,7 @@ def _run(
                     check_peer(identity, handshake.require_peer())
                 wire.send(handshake.accept())
     except KvrelayError as error:
-        with contextlib.suppress(OSError):  # the peer may be gone already: there is nobody to tell
+        with contextlib.suppress(OSError, KvrelayError):  # gone already, or TLS is over: there is nobody to tell
             wire.send(handshake.refuse(error))
         raise
     return handshake.require_peer()
@@ -100,10 +117,10 @@ def _run(
 class _BlockingFrames:
     """Whole frames on a socket, all of them within one deadline."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+    def __init__(self, sock: HandshakeSocket, deadline_s: float) -> None:
         self._sock = sock
         self._ends_s = time.monotonic() + deadline_s
-        self.address = _address_of(sock)
+        self.address = address_of(sock)
 
     def send(self, body: bytes) -> None:
         self._arm()
@@ -132,7 +149,8 @@ class _BlockingFrames:
         self._sock.settimeout(left_s)
 
 
-def _address_of(sock: socket.socket) -> str:
+def address_of(sock: HandshakeSocket) -> str:
+    """The other side's host:port, for people."""
     try:
         name = sock.getpeername()
     except OSError:  # reset before we came to ask
@@ -141,4 +159,4 @@ def _address_of(sock: socket.socket) -> str:
         return format_address(*name[:2])
     if isinstance(name, bytes):  # an abstract unix socket
         return f"@{name.removeprefix(bytes(1)).decode(errors='replace')}"
-    return name or "a process of this host"
+    return name if isinstance(name, str) and name else "a process of this host"

@@ -15,12 +15,14 @@ import msgspec
 from pd_core.errors import KvrelayError, ProtocolError, Unavailable
 from pd_rpc.address import format_address, with_address
 from pd_rpc.auth import CONTROL_KIND, NONCE_BYTES, Challenge, Side
-from pd_rpc.client_core import CallEnded, CallFailed, ClientConnection, ItemReceived
+from pd_rpc.client_core import CallEnded, CallFailed, ClientConnection, ItemsReceived
 from pd_rpc.connection import ConnectionClosed, Event, Opened
 from pd_rpc.handshake import CheckPeer
 from pd_rpc.limits import DEFAULT_LIMITS, MAX_DEADLINE_S, RpcLimits
 from pd_rpc.link import Link
 from pd_rpc.stream import OpenStreams, RpcStream
+from pd_rpc.tls import Tls
+from pd_rpc.tls_protocol import TlsProtocol
 from pd_rpc.wire import PeerIdentity
 
 logger = logging.getLogger(__name__)
@@ -64,24 +66,29 @@ class RpcClient:
         check_peer: CheckPeer | None = None,
         deadline_s: float = 5.0,
         limits: RpcLimits = DEFAULT_LIMITS,
+        tls: Tls | None = None,
     ) -> RpcClient:
         """Connects, authenticates both ways and agrees with the peer to talk, all within `deadline_s`.
 
-        Raises Unavailable (nobody there, mute, late), AuthenticationFailed, ProtocolError (no peer of ours),
-        Overloaded, or the error with which `check_peer` refused on either side. All name host:port.
+        tls: what both sides show each other before; without, everything can be read on the network
+        Raises Unavailable (nobody there, mute, late), AuthenticationFailed (certificate or secret), ProtocolError (no
+        peer of ours, or only one of us has TLS), Overloaded, or the error with which `check_peer` refused on either
+        side. All name host:port.
         """
         loop = asyncio.get_running_loop()
         nonce = secrets.token_bytes(NONCE_BYTES)
         challenge = Challenge(Side.CLIENT, secret, identity, nonce, kind=CONTROL_KIND)
         client = cls(ClientConnection(challenge, limits, loop.time()), replies, identity, check_peer)
         address = format_address(host, port)
+        secured = TlsProtocol(client._link, tls.session(Side.CLIENT), limits.linger_s) if tls else None
         try:
             async with asyncio.timeout(deadline_s) as timeout:
-                await loop.create_connection(lambda: client._link, host, port)
+                await loop.create_connection(lambda: secured or client._link, host, port)
                 await client._opened
         except KvrelayError as error:
             await client._link.wait_lost()  # at most linger_s: the peer reads our reason
-            raise with_address(error, address) from error
+            failure = secured.failure if secured else None
+            raise with_address(failure or error, address) from error
         except OSError as error:
             await client._abort()
             late = isinstance(error, TimeoutError) and timeout.expired()
@@ -160,9 +167,8 @@ class RpcClient:
     def _on_event(self, event: Event) -> None:
         # Events of one chunk of bytes are made together: a stream may have ended with one before its last.
         match event:
-            case ItemReceived():  # first: nearly every event
-                if (stream := self._streams.by_id.get(event.call_id)) is not None:
-                    stream.put(event.body)
+            case ItemsReceived():  # first: nearly every event
+                self._streams.put(event.items)
             case CallEnded() | CallFailed():
                 if (stream := self._streams.by_id.get(event.call_id)) is not None:
                     stream.finish(event.error if isinstance(event, CallFailed) else None)

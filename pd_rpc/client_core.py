@@ -3,7 +3,8 @@
 A call:  open_call --> OPEN --End | Failed--> (over)
                          '--cancel--> CANCELLED --End | Failed--> (over)
 
-Items of a cancelled call are dropped here; its id stays known until the server has finished it.
+Items of a cancelled call are dropped here; its id stays known until the server has finished it. A frame of items is
+taken as a whole, or not at all.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from pd_core.errors import InvalidTransition, KvrelayError, PayloadTooLarge, Pro
 from pd_rpc.auth import Challenge
 from pd_rpc.connection import Connection, ConnectionState, Event
 from pd_rpc.limits import RpcLimits
-from pd_rpc.wire import CLIENT_DECODER, Call, Cancel, Credit, End, Failed, Item, encode
+from pd_rpc.wire import CLIENT_DECODER, Call, Cancel, Credit, End, Failed, Items, encode
 
 
-class ItemReceived(msgspec.Struct, frozen=True):
-    """One answer to an open call. body: msgpack bytes, well-formed but not yet decoded."""
+class ItemsReceived(msgspec.Struct, frozen=True):
+    """Answers to open calls, in order: call id and body, msgpack bytes that are well-formed but not yet decoded."""
 
-    call_id: int
-    body: msgspec.Raw
+    items: list[tuple[int, msgspec.Raw]]
 
 
 class CallEnded(msgspec.Struct, frozen=True):
@@ -95,12 +95,9 @@ class ClientConnection(Connection):
 
     def _on_message(self, message: Any) -> list[Event]:
         match message:
-            case Item():  # first: nearly every message
-                call = self._known(message.call_id)
-                if call.credit == 0:
-                    raise ProtocolError(f"call {message.call_id} sent more items than it was granted")
-                call.credit -= 1
-                return [] if call.is_cancelled else [ItemReceived(message.call_id, message.body)]
+            case Items():  # first: nearly every message
+                items = self._take_items(message)
+                return [ItemsReceived(items)] if items else []
             case End(call_id=call_id):
                 return [] if self._finished(call_id).is_cancelled else [CallEnded(call_id)]
             case Failed(call_id=call_id, error=error):
@@ -108,6 +105,20 @@ class ClientConnection(Connection):
                 return [] if is_cancelled else [CallFailed(call_id, from_wire(error))]
             case _:
                 return super()._on_message(message)
+
+    def _take_items(self, message: Items) -> list[tuple[int, msgspec.Raw]]:
+        """Those of calls that are not given up."""
+        if len(message.call_ids) != len(message.bodies):
+            raise ProtocolError(f"{len(message.bodies)} items for {len(message.call_ids)} calls in one frame")
+        items = []
+        for call_id, body in zip(message.call_ids, message.bodies, strict=True):
+            call = self._known(call_id)
+            if call.credit == 0:
+                raise ProtocolError(f"call {call_id} sent more items than it was granted")
+            call.credit -= 1
+            if not call.is_cancelled:
+                items.append((call_id, body))
+        return items
 
     def _finished(self, call_id: int) -> _MadeCall:
         call = self._known(call_id)

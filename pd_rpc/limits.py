@@ -28,7 +28,7 @@ class RpcLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * MIB
     max_hello_bytes: int = 64 * KIB
     handshake_s: float = 5.0
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = 1.0
     silent_dead_s: float = 10.0
     max_calls: int = 1024
     max_connections: int = 256
@@ -47,3 +47,6 @@ MAX_DEADLINE_S = 86_400.0
 
 MAX_CREDIT = 65_536
 """Most items that a caller may grant ahead."""
+
+MAX_FRAME_ITEMS = 1024
+"""Most items in one frame: what their reader makes of them is much more than their bytes."""

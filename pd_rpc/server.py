@@ -18,6 +18,8 @@ from pd_rpc.handshake import CheckPeer
 from pd_rpc.limits import DEFAULT_LIMITS, RpcLimits
 from pd_rpc.served import CallContext, Handler, ServedConnection, Service
 from pd_rpc.server_core import ServerConnection
+from pd_rpc.tls import Tls
+from pd_rpc.tls_protocol import TlsProtocol
 from pd_rpc.wire import PeerIdentity
 
 __all__ = ["CallContext", "Handler", "RpcServer"]
@@ -33,6 +35,7 @@ class RpcServer:
                 when the call's deadline passes. A KvrelayError that it raises travels to the caller; any other
                 exception is logged here and reaches the caller as an internal error without details.
     check_peer: called with both identities once a peer has proved itself, before its first call; may refuse it
+    tls:        what both sides show each other first; without, everything can be read on the network
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class RpcServer:
         *,
         check_peer: CheckPeer | None = None,
         limits: RpcLimits = DEFAULT_LIMITS,
+        tls: Tls | None = None,
     ) -> None:
         _check_handlers(handlers)
         self._identity = identity
         self._secret = secret
         self._check_peer = check_peer
         self._limits = limits
+        self._tls = tls
         self._service = Service(identity, dict(handlers), limits)
         self._connections: set[ServedConnection] = set()
         self._listener: asyncio.Server | None = None
@@ -110,7 +115,9 @@ class RpcServer:
         self._connections.add(connection)
         if num_unadmitted >= self._limits.max_unauthenticated:
             core.close(Overloaded("too many connections are in their handshake", retry_after_s=1.0))
-        return connection.link
+        if self._tls is None:
+            return connection.link
+        return TlsProtocol(connection.link, self._tls.session(Side.SERVER), self._limits.linger_s)
 
     def _admit(self, peer: PeerIdentity) -> None:
         if self.num_connections >= self._limits.max_connections:

@@ -4,6 +4,9 @@ A call:  (unknown) --Call--> SERVING --end | fail--> (over)
                                '--Cancel--> CANCELLED --end | fail--> (over)
 
 Only `end` and `fail` finish a call, also a cancelled one: the client keeps its id until it hears of it.
+
+Items wait until bytes are asked for, or until something else is said, and then leave in one frame: a step of a decode
+worker brings one for each of its streams, and a frame of its own for each costs both sides more than the item does.
 """
 
 from __future__ import annotations
@@ -15,8 +18,13 @@ import msgspec
 from pd_core.errors import InvalidTransition, KvrelayError, Overloaded, ProtocolError
 from pd_rpc.auth import Challenge
 from pd_rpc.connection import Connection, Event
-from pd_rpc.limits import MAX_CREDIT, MAX_DEADLINE_S, RpcLimits
-from pd_rpc.wire import SERVER_DECODER, Call, Cancel, Credit, End, Failed, Item, encode, error_info
+from pd_rpc.limits import MAX_CREDIT, MAX_DEADLINE_S, MAX_FRAME_ITEMS, RpcLimits
+from pd_rpc.wire import SERVER_DECODER, Call, Cancel, Credit, End, Failed, Items, encode, error_info
+
+_ITEMS_OPEN_BYTES = 17
+"""Of a frame's body, before and between its two lists, at most."""
+_CALL_ID_BYTES = 9
+"""At most."""
 
 
 class CallReceived(msgspec.Struct, frozen=True):
@@ -53,6 +61,8 @@ class ServerConnection(Connection):
         super().__init__(challenge, limits, now_s)
         self._calls: dict[int, _ServedCall] = {}
         self._last_call_id = 0
+        self._items: list[tuple[int, msgspec.Raw]] = []
+        self._num_item_bytes = 0
 
     @property
     def num_calls(self) -> int:
@@ -66,18 +76,24 @@ class ServerConnection(Connection):
         return self._call(call_id).is_cancelled
 
     def send_item(self, call_id: int, body: Any) -> None:
-        """Queues one item. Raises KvrelayError when it is longer than a frame may be."""
+        """Queues one item. Raises KvrelayError when it does not fit into a frame."""
         self._require_open("send an item")
         call = self._call(call_id)
         if call.is_cancelled:
             raise InvalidTransition(f"call {call_id} is cancelled: it takes no items")
         if call.credit == 0:
             raise InvalidTransition(f"call {call_id} has no credit left")
-        data = encode(Item(call_id, msgspec.Raw(encode(body))))
-        if len(data) > self.limits.max_body_bytes:
+        data = encode(body)
+        num_bytes = _CALL_ID_BYTES + len(data)
+        most_bytes = self.limits.max_body_bytes - _ITEMS_OPEN_BYTES
+        if num_bytes > most_bytes:
             raise KvrelayError(f"an answer of {len(data)} bytes, a frame holds {self.limits.max_body_bytes}")
+        if self._num_item_bytes + num_bytes > most_bytes or len(self._items) == MAX_FRAME_ITEMS:
+            self._queue_items()
         call.credit -= 1
-        self._queue_body(data)
+        self._items.append((call_id, msgspec.Raw(data)))
+        self._num_item_bytes += num_bytes
+        self.num_unsent_bytes += num_bytes
 
     def end(self, call_id: int) -> None:
         """The call is over, all its items are queued."""
@@ -86,6 +102,23 @@ class ServerConnection(Connection):
     def fail(self, call_id: int, error: KvrelayError) -> None:
         """The call is over because of `error`."""
         self._finish(call_id, Failed(call_id, error_info(error)))
+
+    def data_to_send(self, now_s: float) -> bytes:
+        self._queue_items()
+        return super().data_to_send(now_s)
+
+    def _queue_body(self, body: bytes) -> None:
+        self._queue_items()  # what was said before
+        super()._queue_body(body)
+
+    def _queue_items(self) -> None:
+        """Puts the items that wait into a frame."""
+        if not self._items:
+            return
+        call_ids, bodies = zip(*self._items, strict=True)
+        self.num_unsent_bytes -= self._num_item_bytes
+        self._items, self._num_item_bytes = [], 0
+        super()._queue_body(encode(Items(list(call_ids), list(bodies))))
 
     def _finish(self, call_id: int, message: End | Failed) -> None:
         self._require_open("finish a call")

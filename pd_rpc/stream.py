@@ -27,6 +27,13 @@ class OpenStreams:
         self.by_id: dict[int, RpcStream] = {}
         self.why_closed = "the connection is not open"
 
+    def put(self, items: list[tuple[int, msgspec.Raw]]) -> None:
+        """Gives answers to those who wait for them. One stream's consumer may give up another stream."""
+        for call_id, body in items:
+            stream = self.by_id.get(call_id)
+            if stream is not None:
+                stream.put(body)
+
     def fail_all(self, why: str) -> None:
         """The connection is over."""
         self.why_closed = why
@@ -88,7 +95,7 @@ class RpcStream:
             if self._is_over:
                 raise StopAsyncIteration
             await self._wait()
-        return self._next_item()
+        return self._read(self._items.popleft())
 
     async def for_each(self, take: Callable[[Any], bool]) -> None:
         """Hands every item to `take` at the moment at which it comes, until that says False or the call is over.
@@ -99,7 +106,7 @@ class RpcStream:
         await self._begin()
         self._take = take
         try:
-            while self._hand_over():
+            while self._hand_over_all():
                 if self._error is not None:
                     raise self._error
                 if self._is_over:
@@ -123,9 +130,11 @@ class RpcStream:
 
     def put(self, body: msgspec.Raw) -> None:
         """An item has come; there are never more than the credit."""
-        self._items.append(body)
-        if self._take is None or not self._hand_over():
-            self._wake()
+        if self._take is None:
+            self._items.append(body)
+        elif self._hand_over(body):  # nothing lies here: what came before was handed over
+            return
+        self._wake()
 
     def finish(self, error: KvrelayError | None) -> None:
         """The call is over; nothing will come any more."""
@@ -160,8 +169,7 @@ class RpcStream:
         self._timer = self._loop.call_at(self._ends_s, lambda: self._give_up(self._too_late()))
         link.flush_soon()
 
-    def _next_item(self) -> Any:
-        body = self._items.popleft()
+    def _read(self, body: msgspec.Raw) -> Any:
         self._num_taken += 1
         if self._num_taken >= self._top_up_at:
             self._top_up()
@@ -172,21 +180,22 @@ class RpcStream:
             self._items.clear()
             raise ProtocolError(f"answer to {self._name}: {error}") from error
 
-    def _hand_over(self) -> bool:
+    def _hand_over_all(self) -> bool:
+        """Whether `take` still wants more."""
+        while self._items and self._take is not None:
+            self._hand_over(self._items.popleft())
+        return self._take is not None
+
+    def _hand_over(self, body: msgspec.Raw) -> bool:
         """Whether `take` wants more; what it raises is kept for who waits in `for_each`."""
-        take = self._take
-        if take is None or self._take_error is not None:
-            return False
+        assert self._take is not None  # noqa: S101 - narrows: who calls has looked
         try:
-            while self._items:
-                if not take(self._next_item()):
-                    self._take = None
-                    return False
+            if self._take(self._read(body)):
+                return True
         except Exception as error:
-            self._take = None
             self._take_error = error
-            return False
-        return True
+        self._take = None
+        return False
 
     async def _wait(self) -> None:
         if self._waiter is not None:

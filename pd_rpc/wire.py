@@ -5,12 +5,13 @@ A later version may add fields at the end of an array; a reader ignores those th
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from pd_core.errors import ErrorInfo, KvrelayError, ProtocolError
 from pd_core.layout import Fingerprint
+from pd_rpc.limits import MAX_FRAME_ITEMS
 
 _encode = msgspec.msgpack.Encoder().encode
 _T = TypeVar("_T")
@@ -93,11 +94,17 @@ class Cancel(Message, frozen=True):
     call_id: int
 
 
-class Item(Message, frozen=True):
-    """Server to client: one answer."""
+_AtMostInFrame = msgspec.Meta(max_length=MAX_FRAME_ITEMS)
 
-    call_id: int
-    body: msgspec.Raw
+
+class Items(Message, frozen=True):
+    """Server to client: answers of any calls, in the order in which they were given; both lists are equally long.
+
+    call_ids: whose each of them is; bodies: a map with a tag each, here still in its msgpack bytes
+    """
+
+    call_ids: Annotated[list[int], _AtMostInFrame]
+    bodies: Annotated[list[msgspec.Raw], _AtMostInFrame]
 
 
 class End(Message, frozen=True):
@@ -127,7 +134,7 @@ def error_info(error: KvrelayError) -> ErrorInfo:
 HANDSHAKE_DECODER = msgspec.msgpack.Decoder(Hello | Proof | Ready | Close)
 SERVER_DECODER = msgspec.msgpack.Decoder(Call | Credit | Cancel | Ping | Close)
 """What a server may receive once the connection is open."""
-CLIENT_DECODER = msgspec.msgpack.Decoder(Item | End | Failed | Ping | Close)
+CLIENT_DECODER = msgspec.msgpack.Decoder(Items | End | Failed | Ping | Close)
 """What a client may receive once the connection is open."""
 
 

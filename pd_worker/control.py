@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from pd_core.errors import DeadlineExceeded, Unavailable, WorkerLost
 from pd_core.messages import WORKER_REPLIES
+from pd_rpc.address import format_address
 from pd_rpc.client import RpcClient
 from pd_rpc.handshake import CheckPeer
+from pd_rpc.tls import Tls
 from pd_rpc.wire import PeerIdentity
 
 
@@ -23,13 +25,14 @@ class _Boot(NamedTuple):
 class ControlConnections:
     """Belongs to one event loop.
 
-    identity: ours; check_peer: refuses workers whose KV does not fit ours
+    identity: ours; check_peer: refuses workers whose KV does not fit ours; tls: as RpcClient's
     """
 
-    def __init__(self, identity: PeerIdentity, secret: bytes, check_peer: CheckPeer) -> None:
+    def __init__(self, identity: PeerIdentity, secret: bytes, check_peer: CheckPeer, tls: Tls | None = None) -> None:
         self._identity = identity
         self._secret = secret
         self._check_peer = check_peer
+        self._tls = tls
         self._clients: dict[_Boot, RpcClient] = {}
         self._connecting: dict[_Boot, asyncio.Lock] = {}
         self._is_closed = False
@@ -48,7 +51,7 @@ class ControlConnections:
                     client = await self._connect(boot, deadline_s)
                 return client
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{host}:{port}: no connection within {deadline_s:g} s") from error
+            raise DeadlineExceeded(f"{format_address(host, port)}: no connection within {deadline_s:g} s") from error
 
     @property
     def peers(self) -> list[PeerIdentity]:
@@ -71,13 +74,14 @@ class ControlConnections:
             replies=WORKER_REPLIES,
             check_peer=self._check_peer,
             deadline_s=deadline_s,
+            tls=self._tls,
         )
         refusal: Unavailable | None = None
         if self._is_closed:
             refusal = Unavailable("this worker is shutting down")
         elif client.peer.incarnation != boot.incarnation:
             refusal = WorkerLost(
-                f"{client.peer} at {boot.host}:{boot.port} was started again: its old tickets are void"
+                f"{client.peer} at {format_address(boot.host, boot.port)} was started again: its old tickets are void"
             )
         if refusal is not None:
             await client.close()

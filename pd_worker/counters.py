@@ -13,7 +13,9 @@ COUNTER_NAMES = (
     "kv_bytes_sent_total",
     "kv_bytes_received_total",
     "kv_blocks_corrupt_total",  # blocks that came with other bytes than their digest says
+    "kv_blocks_duplicate_total",  # blocks that were there already, or that another writer was just writing
     "kv_frames_stale_total",  # frames for tickets that nobody waits for
+    "kv_connections_refused_total",  # senders that could not prove themselves, do not fit, or were too many
     "requests_cancelled_total",  # whose router left: before the commit counted by prefill, then by decode
     "steps_total",  # engine steps
 )

@@ -28,16 +28,8 @@ class _Job:
     left:   done when the engine has left the step, whatever became of `tokens`
     """
 
-    def __init__(
-        self,
-        steps: Sequence[SequenceStep],
-        is_cancelled: Callable[[], bool],
-        adopt: Sequence[int] = (),
-        publish: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> None:
         self.steps = steps
-        self.adopt = adopt
-        self.publish = publish
         self.loop = asyncio.get_running_loop()
         self.tokens: asyncio.Future[list[int | None]] = self.loop.create_future()
         self.left: asyncio.Future[None] = self.loop.create_future()
@@ -49,12 +41,7 @@ class _Job:
 
     def run(self, engine: Engine) -> list[int | None]:
         """On the engine's thread."""
-        if self.adopt:
-            engine.adopt(self.adopt)
-        tokens = engine.step(self.steps, self.is_cancelled)
-        if self.publish:
-            engine.publish(self.publish)
-        return tokens
+        return engine.step(self.steps, self.is_cancelled)
 
     def resolve(self, tokens: list[int | None]) -> None:
         self._tell(tokens, None)
@@ -107,22 +94,15 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    async def step(
-        self,
-        steps: Sequence[SequenceStep],
-        is_cancelled: Callable[[], bool],
-        *,
-        adopt: Sequence[int] = (),
-        publish: Sequence[int] = (),
-    ) -> list[int | None]:
-        """See Engine.step; blocks to be adopted before it, and published after it, go the same way without a detour.
+    async def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
+        """See Engine.step.
 
         When it returns or raises, also by cancellation, the engine has left the step.
         Raises InvalidTransition when a step is under way, EngineError also for what the engine did not foresee.
         """
         if self._current is not None or self._last is not None or not self._thread.is_alive():
             raise InvalidTransition(f"{self._thread.name} takes one step at a time, and none when it is not running")
-        job = self._current = _Job(steps, is_cancelled, adopt, publish)
+        job = self._current = _Job(steps, is_cancelled)
         self._jobs.put(job)
         try:
             return await self._tokens_of(job)

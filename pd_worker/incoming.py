@@ -94,6 +94,11 @@ class IncomingHandoff:
     def is_over(self) -> bool:
         return self._life.is_over
 
+    @property
+    def num_arrived(self) -> int:
+        """Blocks that are there and right."""
+        return self._life.arrived.bit_count()
+
     def report(self) -> HandoffCommitted:
         """What the committed handoff was, for the router."""
         ticket, waited_s = self.ticket, self._loop.time() - self.issued_s
@@ -249,6 +254,7 @@ class IncomingHandoff:
 class IncomingHandoffs:
     """The tickets of one pool, by id. Belongs to the event loop.
 
+    with_digests: see Ticket
     control_host, control_port: where writers of our tickets find us; known after the server has started
     on_failure: told of faults of ours, after which tickets are no longer looked after
     """
@@ -259,6 +265,7 @@ class IncomingHandoffs:
         receiver: BlockReceiver,
         block_bytes: int,
         lease_s: float,
+        with_digests: bool,
         counters: Counters,
         on_failure: Callable[[BaseException], None],
     ) -> None:
@@ -271,6 +278,7 @@ class IncomingHandoffs:
         self.control_host = ""
         self.control_port = 0
         self._lease_s = lease_s
+        self._with_digests = with_digests
         self._by_ref: dict[TicketRef, IncomingHandoff] = {}
 
     @property
@@ -295,6 +303,8 @@ class IncomingHandoffs:
             control_host=self.control_host,
             control_port=self.control_port,
             addresses=self.receiver.addresses,
+            with_digests=self._with_digests,
+            most_frame_blocks=self.receiver.most_frame_blocks,
         )
         handoff = IncomingHandoff(self, ticket, holder, outcome)
         self._by_ref[ref] = handoff
@@ -304,6 +314,10 @@ class IncomingHandoffs:
             handoff.give_up(error)
             raise
         return handoff
+
+    def __contains__(self, ref: TicketRef) -> bool:
+        """Whether it is a ticket of ours that is not forgotten."""
+        return ref in self._by_ref
 
     def find(self, ref: TicketRef) -> IncomingHandoff:
         """Raises StaleTicket when it is no ticket of ours, or over and forgotten."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-from kv_transport.digest import block_digest
-from kv_transport.interface import BlockSender
-from pd_core.errors import KvrelayError, LeaseExpired, StaleTicket, WorkerLost
+from kv_transport.digest import BlockDigests, block_digest
+from kv_transport.interface import BlockSender, PushReceipt
+from pd_core.errors import DeadlineExceeded, KvrelayError, LeaseExpired, StaleTicket, Unreachable, WorkerLost
 from pd_core.handoff import (
     Abandon,
     AskVerdict,
@@ -36,26 +37,31 @@ from pd_core.handoff import (
     step,
 )
 from pd_core.memory import BlockMemory
-from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, RenewLease
+from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, LeaseHeld, RenewLease
 from pd_core.ticket import FirstToken, Ticket
+from pd_core.transfer import PathTransfer
+from pd_rpc.address import format_address
 from pd_rpc.client import RpcClient
+from pd_rpc.limits import MAX_DEADLINE_S
 from pd_rpc.tasks import BackgroundTasks, finish_regardless
 from pd_worker.control import ControlConnections
 from pd_worker.counters import Counters
 from pd_worker.guard import guarded
 from pd_worker.incoming import RENEWALS_PER_LEASE
+from pd_worker.outgoing_blocks import DirectBlocks, OutgoingBlocks
 
 _log = logging.getLogger(__name__)
 
 ABANDON_TIMEOUT_S = 1.0
-DIGEST_AT_ONCE_BYTES = 16 << 20
-"""So many bytes have their digests within about two milliseconds: less than a detour over another thread may cost."""
 
 
 class OutgoingPath:
     """What all handoffs of one worker share. Belongs to the event loop.
 
-    push_timeout_s: the longest that one push, or one verdict, may take
+    memory:         what the sender reads
+    blocks:         the pool, and how its blocks get into the memory; None: the memory is the pool
+    push_timeout_s: the longest that one push may take from its turn on, and that a verdict may take from the last push
+                    on while no block arrives. Who waits behind others is not late: each of those has a deadline
     on_failure:     told of faults of ours, after which handoffs are no longer looked after
     """
 
@@ -67,7 +73,9 @@ class OutgoingPath:
         counters: Counters,
         push_timeout_s: float,
         on_failure: Callable[[BaseException], None],
+        blocks: OutgoingBlocks | None = None,
     ) -> None:
+        self.blocks: OutgoingBlocks = DirectBlocks(memory) if blocks is None else blocks
         self.sender = sender
         self.control = control
         self.counters = counters
@@ -75,10 +83,29 @@ class OutgoingPath:
         self.tasks = BackgroundTasks(on_failure)
         self.on_failure = on_failure
         self._memory = memory
+        self._num_pushes = 0
         self._digesting = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
+    @property
+    def block_bytes(self) -> int:
+        return self._memory.block_bytes
+
+    def most_at_once(self, ticket: Ticket) -> int | None:
+        """Most blocks of one push: what both pools allow."""
+        limits = [most for most in (ticket.most_frame_blocks, self.blocks.most_at_once) if most is not None]
+        return min(limits, default=None)
+
+    @contextmanager
+    def in_line(self) -> Iterator[float]:
+        """For one push; gives how long it may wait for room, seconds: those ahead of it may take so long together."""
+        self._num_pushes += 1
+        try:
+            yield self._num_pushes * self.push_timeout_s
+        finally:
+            self._num_pushes -= 1
+
     async def digests(self, block_ids: Sequence[int]) -> list[int]:
-        """Digests of our blocks, computed beside the event loop. Cancelled, it returns when nothing reads them."""
+        """Digests of blocks of the memory, made beside the event loop. When it is cancelled too, nothing reads them."""
         loop = asyncio.get_running_loop()
         return await finish_regardless(loop.run_in_executor(self._digesting, self._digest_all, list(block_ids)))
 
@@ -94,11 +121,9 @@ class OutgoingPath:
         await self.control.close()
         self._digesting.shutdown(wait=True)  # idle: every digest was awaited
 
-    def digests_at_once(self, block_ids: Sequence[int]) -> list[int] | None:
-        """The same without a detour, while the event loop stands still; None when that would be for too long."""
-        if len(block_ids) * self._memory.block_bytes > DIGEST_AT_ONCE_BYTES:
-            return None
-        return self._digest_all(block_ids)
+    def late_digests(self, block_ids: Sequence[int], keys: Sequence[int], known: dict[int, int]) -> Sequence[int]:
+        """The same without a detour: whoever sends the blocks makes them, unless they are `known` by their keys."""
+        return BlockDigests([self._memory.block(block_id) for block_id in block_ids], keys, known)
 
     def _digest_all(self, block_ids: Sequence[int]) -> list[int]:
         return [block_digest(self._memory.block(block_id)) for block_id in block_ids]
@@ -109,7 +134,6 @@ class OutgoingHandoff:
 
     block_ids:   our blocks of the ticket's range, held by the caller until `on_released`
     on_released: called once; with why the handoff failed, or None when the receiver has committed
-    num_bytes, transfer_s: KV bytes sent so far, and the seconds that they were on the path
     committed_s: when the receiver's word came that it has all, in loop time
     """
 
@@ -121,8 +145,6 @@ class OutgoingHandoff:
         on_released: Callable[[KvrelayError | None], None],
     ) -> None:
         self.ticket = ticket
-        self.num_bytes = 0
-        self.transfer_s = 0.0
         self.committed_s: float | None = None
         self._path = path
         self._block_ids = list(block_ids)
@@ -132,7 +154,10 @@ class OutgoingHandoff:
         self._error: KvrelayError | None = None
         self._is_receiver_to_be_told = True
         self._is_let_go = False
+        self._transfers: dict[str, PathTransfer] = {}
         self._pushes: set[asyncio.Task[None]] = set()
+        self._num_arrived = 0
+        self._verdict_limit: asyncio.Timeout | None = None
         self._lease = path.tasks.start(self._keep_lease(), f"lease-{ticket.ref.ticket_id}")
 
     @property
@@ -143,6 +168,16 @@ class OutgoingHandoff:
     def is_open(self) -> bool:
         """Whether it may still succeed."""
         return self._life.state in (HandoffState.PUSHING, HandoffState.FINISHING)
+
+    @property
+    def transfers(self) -> list[PathTransfer]:
+        """What was sent so far, by path, in the order in which they were first used."""
+        return list(self._transfers.values())
+
+    @property
+    def how(self) -> str:
+        """How pushes to this receiver go now; see BlockSender.path_to."""
+        return self._path.sender.path_to(self.ticket.ref.incarnation)
 
     @property
     def num_ready(self) -> int:
@@ -206,47 +241,66 @@ class OutgoingHandoff:
                 self._on_released(self._error)
 
     async def _push(self, indices: list[int]) -> None:
-        """A push that fails is no end: the verdict will say what is missing, as long as the receiver lives."""
+        """In parts where a pool takes only so many blocks at once: one is copied while another is on the wire."""
+        most = self._path.most_at_once(self.ticket)
+        if most is None or len(indices) <= most:
+            await self._push_part(indices)
+            return
+        async with asyncio.TaskGroup() as parts:
+            for first in range(0, len(indices), most):
+                parts.create_task(self._push_part(indices[first : first + most]))
+
+    async def _push_part(self, indices: list[int]) -> None:
+        """A push that breaks is no end: the verdict will say what is missing, as long as the receiver lives.
+
+        One that finds no way to the receiver's pool is: each further try would take as long, and no verdict says why.
+        """
+        path = self._path
         block_ids = [self._block_ids[index] for index in indices]
         try:
-            await self._make_digests([index for index in indices if index not in self._digests])
-            receipt = await self._path.sender.push(
-                self.ticket,
-                indices,
-                block_ids,
-                [self._digests[index] for index in indices],
-                self._path.push_timeout_s,
-            )
+            with path.in_line() as room_s:
+                async with path.blocks.shown(block_ids, room_s) as shown:
+                    digests = await self._digests_of(indices, shown) if self.ticket.with_digests else []
+                    receipt = await path.sender.push(self.ticket, indices, shown, digests, path.push_timeout_s)
         except KvrelayError as error:
             _log.warning("push of %d blocks failed: %s", len(indices), error, extra=self._extra)
+            if isinstance(error, Unreachable) and self.is_open:
+                self._feed(HandoffGivenUp(error))
             return
-        self.num_bytes += receipt.num_bytes
-        self.transfer_s += receipt.seconds
+        self._note(receipt)
         self._path.counters.add("kv_bytes_sent_total", receipt.num_bytes)
 
-    async def _make_digests(self, indices: list[int]) -> None:
-        """Of blocks that have none yet. Those of the last chunk are what the client's next token waits for."""
-        block_ids = [self._block_ids[index] for index in indices]
-        digests: list[int] | None = None
+    def _note(self, receipt: PushReceipt) -> None:
+        so_far = self._transfers.get(receipt.path, PathTransfer(receipt.path, 0, 0.0))
+        num_bytes, seconds = so_far.num_bytes + receipt.num_bytes, so_far.seconds + receipt.seconds
+        self._transfers[receipt.path] = PathTransfer(receipt.path, num_bytes, seconds)
+
+    async def _digests_of(self, indices: list[int], shown: Sequence[int]) -> Sequence[int]:
+        """Made once for each block, as soon as it is finished. Those of the last chunk are what the client's next token
+        waits for: its first blocks leave while the others' are made.
+
+        shown: the blocks of the memory that have the bytes
+        """
+        known = self._digests
         if self._life.first_token is not None:
             await asyncio.sleep(0)  # the first token is about to leave
-            digests = self._path.digests_at_once(block_ids)
-        if digests is None:
-            digests = await self._path.digests(block_ids)
-        self._digests.update(zip(indices, digests, strict=True))
+            return self._path.late_digests(shown, indices, known)
+        new = [index for index in indices if index not in known]
+        block_ids = [block_id for index, block_id in zip(indices, shown, strict=True) if index not in known]
+        known.update(zip(new, await self._path.digests(block_ids), strict=True))
+        return [known[index] for index in indices]
 
     def _push_ended(self, push: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""
         self._pushes.discard(push)
         self._feed(PushEnded())
+        self._await_verdict_anew()
 
     async def _ask_verdict(self, first_token: FirstToken) -> None:
-        """Takes as long as a push, which may have just begun, and then as long as the receiver thinks."""
+        """Takes as long as pushes run and blocks arrive; see OutgoingPath.push_timeout_s."""
         try:
             client = await self._client()
-            verdict: HandoffVerdict = await client.call(
-                FinishPrefill(self.ticket.ref, first_token), deadline_s=2 * self._path.push_timeout_s
-            )
+            verdict = await self._hear_verdict(client, first_token)
         except KvrelayError as error:
             return self._receiver_failed(error)
         if self._life.is_over:
@@ -257,6 +311,28 @@ class OutgoingHandoff:
         _log.warning("%d blocks are missing", len(verdict.missing), extra=self._extra)
         return self._feed(BlocksMissing(verdict.missing))
 
+    async def _hear_verdict(self, client: RpcClient, first_token: FirstToken) -> HandoffVerdict:
+        try:
+            async with asyncio.timeout(None) as self._verdict_limit:
+                self._await_verdict_anew()
+                verdict: HandoffVerdict = await client.call(
+                    FinishPrefill(self.ticket.ref, first_token), deadline_s=MAX_DEADLINE_S
+                )
+        except TimeoutError as error:
+            silence = f"no block arrived for {self._path.push_timeout_s:g} s, and no verdict came"
+            raise DeadlineExceeded(f"{client.peer}: {silence}") from error
+        finally:
+            self._verdict_limit = None
+        return verdict
+
+    def _await_verdict_anew(self) -> None:
+        """A push has ended, or the receiver has got blocks: only from now on is it silent."""
+        limit = self._verdict_limit
+        if limit is None or limit.expired():
+            return
+        ends_s = asyncio.get_running_loop().time() + self._path.push_timeout_s
+        limit.reschedule(None if self._life.num_pushes else ends_s)
+
     async def _say_all_sent(self) -> None:
         """When it cannot be said, or nobody waits for it any more: the verdict, which is asked for, tells why."""
         try:
@@ -266,19 +342,35 @@ class OutgoingHandoff:
             _log.debug("nobody was told that all is sent: %s", error, extra=self._extra)
 
     async def _keep_lease(self) -> None:
-        """Says that we live, first at once, until cancelled; ends the handoff when nobody hears it."""
+        """Says that we live, first at once, until cancelled; ends the handoff when nobody hears it.
+
+        One that does not answer may hear us all the same: it is told that we gave up, should its link come back.
+        """
+        client: RpcClient | None = None
         try:
             client = await self._client()
             closed = asyncio.ensure_future(client.wait_closed())
             try:
                 while not closed.done():
-                    await client.call(RenewLease(self.ticket.ref), deadline_s=self.ticket.lease_s)
+                    held: LeaseHeld = await client.call(RenewLease(self.ticket.ref), deadline_s=self.ticket.lease_s)
+                    if held.num_arrived > self._num_arrived:
+                        self._num_arrived = held.num_arrived
+                        self._await_verdict_anew()
                     await asyncio.wait([closed], timeout=self.ticket.lease_s / RENEWALS_PER_LEASE)
                 raise WorkerLost(f"the decode worker of ticket {self.ticket.ref.ticket_id} is lost: {closed.result()}")
             finally:
                 closed.cancel()
+        except DeadlineExceeded as error:
+            self._receiver_failed(WorkerLost(self._unanswered(client, error)), is_silent=True)
         except KvrelayError as error:
             self._receiver_failed(error)
+
+    def _unanswered(self, client: RpcClient | None, error: DeadlineExceeded) -> str:
+        """For people. client: None when there was not even a connection"""
+        if client is None:
+            return error.message
+        where = format_address(self.ticket.control_host, self.ticket.control_port)
+        return f"{client.peer} at {where} did not answer the prefill worker for {self.ticket.lease_s:g} s"
 
     async def _abandon(self, error: KvrelayError) -> None:
         """Tells the receiver; when that cannot be, its lease tells it."""
@@ -296,8 +388,8 @@ class OutgoingHandoff:
             ticket.control_host, ticket.control_port, ticket.ref.incarnation, ticket.lease_s
         )
 
-    def _receiver_failed(self, error: KvrelayError) -> None:
-        if isinstance(error, StaleTicket | LeaseExpired | WorkerLost):
+    def _receiver_failed(self, error: KvrelayError, *, is_silent: bool = False) -> None:
+        if isinstance(error, StaleTicket | LeaseExpired | WorkerLost) and not is_silent:
             self._is_receiver_to_be_told = False  # it knows, or it is gone
         if not self._life.is_over:
             self._feed(HandoffGivenUp(error))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from pd_core.config import Config
+from pd_core.config import Config, check_advertised
 from pd_core.engine import Engine
 from pd_core.errors import (
     InvalidRequest,
@@ -23,7 +23,7 @@ from pd_core.errors import (
 )
 from pd_core.layout import BLOCK_TOKENS, check_pairing
 from pd_core.ledger import BlockLedger
-from pd_core.memory import BlockMemory
+from pd_core.memory import BlockMemory, BlockPool
 from pd_core.messages import (
     Drain,
     Drained,
@@ -35,8 +35,10 @@ from pd_core.messages import (
     WorkerStatus,
 )
 from pd_core.request import GenerateRequest
+from pd_core.transfer import PathTotals
 from pd_rpc.server import CallContext, Handler, RpcServer
 from pd_rpc.tasks import BackgroundTasks
+from pd_rpc.tls import load_tls
 from pd_rpc.wire import PeerIdentity
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
@@ -74,6 +76,10 @@ class Work(Protocol):
         """See WorkerStatus."""
         ...
 
+    def transfers(self) -> Mapping[str, PathTotals]:
+        """See WorkerStatus."""
+        ...
+
     def cut(self, error: KvrelayError) -> None:
         """Ends every request with this error."""
         ...
@@ -90,7 +96,10 @@ def check_peer(ours: PeerIdentity, theirs: PeerIdentity) -> None:
 
 
 class WorkerShell:
-    """Server, ledger, engine thread and counters of one boot of a worker. Belongs to the event loop that starts it."""
+    """Server, ledger, engine thread and counters of one boot of a worker. Belongs to the event loop that starts it.
+
+    memory: what the worker's transport reads or writes; pool: the blocks that the ledger counts
+    """
 
     def __init__(
         self,
@@ -102,13 +111,15 @@ class WorkerShell:
         config: Config,
         engine: Engine,
         memory: BlockMemory,
+        pool: BlockPool,
     ) -> None:
         self.identity = PeerIdentity(name, role, incarnation, engine.fingerprint)
         self.config = config
         self.secret = secret
+        self.tls = load_tls(config.tls)
         self.engine = engine
         self.memory = memory
-        self.ledger = BlockLedger(memory.num_blocks, incarnation)
+        self.ledger = BlockLedger(pool.num_blocks, incarnation)
         self.engine_thread = EngineThread(engine, name)
         self.counters = Counters()
         self.requests = OpenRequests()
@@ -129,18 +140,24 @@ class WorkerShell:
             ReadLedger: self._read_ledger,
             Drain: self._drain,
         }
-        self._server = RpcServer(self.identity, self.secret, {**shared, **handlers}, check_peer=check_peer)
+        table = {**shared, **handlers}
+        self._server = RpcServer(self.identity, self.secret, table, check_peer=check_peer, tls=self.tls)
         self.engine_thread.start()
         host, port = await self._server.start(self.config.transfer.host, 0)
+        check_advertised(host, "transfer.host")
         identity = self.identity
         return WorkerEndpoint(identity.name, identity.role, host, port, identity.incarnation, os.getpid())
 
-    def check_request(self, request: GenerateRequest) -> None:
-        """Raises WorkerLost after `fail`, Unavailable while draining, InvalidRequest for what no engine could run."""
+    def check_open(self) -> None:
+        """Raises WorkerLost after `fail`, Unavailable while draining."""
         if self._failure is not None:
             raise self._failure
         if self._state is WorkerState.DRAINING:
             raise Unavailable(f"{self.identity} is draining", retry_after_s=1.0)
+
+    def check_request(self, request: GenerateRequest) -> None:
+        """Raises what `check_open` raises, InvalidRequest for what no engine could run."""
+        self.check_open()
         if not request.tokens:
             raise InvalidRequest("the prompt has no tokens", param="messages")
         if request.max_tokens < 1:
@@ -236,6 +253,7 @@ class WorkerShell:
             counters=counters | dict(work.extra_counters() if work else {}),
             detail=self.engine.invariance_report(),
             kv_paths=dict(work.kv_paths() if work else {}),
+            transfers=dict(work.transfers() if work else {}),
         )
 
 

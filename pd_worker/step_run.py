@@ -22,14 +22,10 @@ class StepPart(msgspec.Struct, frozen=True):
     """What one request has the engine do.
 
     is_over: whether nobody wants it any more
-    adopt:   blocks that others have written, to be taken in before the step
-    publish: blocks that are final after the step, whose bytes others are to read
     """
 
     step: SequenceStep
     is_over: Callable[[], bool]
-    adopt: Sequence[int] = ()
-    publish: Sequence[int] = ()
 
 
 class PartDone(msgspec.Struct, frozen=True):
@@ -90,11 +86,6 @@ class StepRunner:
 
     async def _step(self, parts: Sequence[StepPart], is_cancelled: Callable[[], bool]) -> list[PartDone]:
         began_s = self._loop.time()
-        tokens = await self._engine_thread.step(
-            [part.step for part in parts],
-            is_cancelled,
-            adopt=[block_id for part in parts for block_id in part.adopt],
-            publish=[block_id for part in parts for block_id in part.publish],
-        )
+        tokens = await self._engine_thread.step([part.step for part in parts], is_cancelled)
         ended_s = self._loop.time()
         return [PartDone(token, began_s, ended_s) for _, token in zip(parts, tokens, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +18,17 @@ from pd_core.errors import KvrelayError
 from pd_core.messages import WorkerEndpoint
 from pd_rpc.tasks import BackgroundTasks
 from pd_worker.build import Role, build_engine
-from pd_worker.memory import PoolMemory
+from pd_worker.device_ring import call_soon
 from pd_worker.process import let_others_first, log_to, use_cores
+from pd_worker.shell import WorkerShell
+from pd_worker.worker_pool import WorkerPool
 
 
 class Worker(Protocol):
     """What an actor forwards to."""
+
+    @property
+    def shell(self) -> WorkerShell: ...
 
     async def start(self) -> WorkerEndpoint: ...
 
@@ -60,14 +66,14 @@ class WorkerActor(ABC):
         section = config.prefill if self.role == "prefill" else config.decode
         self._num_threads = section.num_threads or max(1, len(cores))
         self._cache_dir = Path(cache_dir)
-        self._memory: PoolMemory | None = None
+        self._pool: WorkerPool | None = None
         self._worker: Worker | None = None
         self._failure: KvrelayError | None = None
         self._tasks = BackgroundTasks()
         self._ended = asyncio.Event()
 
     @abstractmethod
-    def make_worker(self, engine: Engine, memory: PoolMemory) -> Worker:
+    def make_worker(self, engine: Engine, pool: WorkerPool) -> Worker:
         """The role's worker over this engine and pool; not started yet."""
 
     async def start(self) -> WorkerEndpoint:
@@ -75,13 +81,14 @@ class WorkerActor(ABC):
         # In a thread of its own: those that the engine starts to compute with are as this one is.
         building = ThreadPoolExecutor(1, "build-engine", initializer=let_others_first)
         try:
-            engine, memory = await asyncio.get_running_loop().run_in_executor(
+            engine, pool = await asyncio.get_running_loop().run_in_executor(
                 building, build_engine, self.config, self.role, self._num_threads, self._cache_dir
             )
         finally:
             building.shutdown(wait=False)  # one that is cancelled in the middle ends by itself
-        self._memory = memory
-        worker = self._worker = self.make_worker(engine, memory)
+        self._pool = pool
+        worker = self._worker = self.make_worker(engine, pool)
+        pool.start(partial(call_soon, asyncio.get_running_loop(), worker.shell.fail))
         endpoint = await worker.start()
         self._tasks.start(self._end_at_failure(worker), "end-at-failure")
         return endpoint
@@ -92,8 +99,8 @@ class WorkerActor(ABC):
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.stop(grace_s)
-        if self._memory is not None:
-            self._memory.close()
+        if self._pool is not None:
+            self._pool.close()
         self._ended.set()
 
     async def run_until_stopped(self) -> None:

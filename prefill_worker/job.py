@@ -56,15 +56,14 @@ class PrefillJob:
         return PromptWork(self.num_computed, self.num_prompt, now_s - self._waits_since_s)
 
     def part(self, share: Share) -> StepPart:
-        """Its share of the next step; the last one draws the first token. Blocks that it finishes are published."""
+        """Its share of the next step; the last one draws the first token."""
         step = SequenceStep(
             tokens=self.request.tokens[share.start : share.end],
             start=share.start,
             block_ids=self.block_ids,
             sample=self.request.sampling if share.end == self.num_prompt else None,
         )
-        finished = [self.block_ids[self.ticket.first_block + index] for index in self._indices_done(share.end)]
-        return StepPart(step, self._is_unwanted, publish=finished)
+        return StepPart(step, self._is_unwanted)
 
     def take(self, share: Share, done: PartDone) -> list[int]:
         """The share's KV is in our blocks; the blocks of the ticket's range that are final with it."""
@@ -95,6 +94,6 @@ class PrefillJob:
             self.chunks,
             compute_s=sum(chunk.took_s for chunk in self.chunks),
             push_s=push_s,
-            num_bytes=0 if handoff is None else handoff.num_bytes,
-            transfer_s=0.0 if handoff is None else handoff.transfer_s,
+            transfers=[] if handoff is None else handoff.transfers,
+            how="" if handoff is None else handoff.how,
         )

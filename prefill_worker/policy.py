@@ -24,12 +24,14 @@ def check_fits(num_prompt: int, context_tokens: int, num_pool_blocks: int) -> No
 
 
 def check_range(ticket: Ticket, num_prompt: int) -> None:
-    """Raises TransferError for a ticket whose range is not a part of the prompt's blocks."""
+    """Raises TransferError for a ticket whose range is not a part of the prompt's blocks, or that lets none in."""
     end = ticket.first_block + ticket.num_blocks
     if ticket.first_block < 0 or end > blocks_for(num_prompt):
         raise TransferError(
             f"the ticket is for blocks {ticket.first_block} .. {end - 1}, the prompt has {blocks_for(num_prompt)}"
         )
+    if ticket.most_frame_blocks is not None and ticket.most_frame_blocks < 1:
+        raise TransferError(f"the ticket allows {ticket.most_frame_blocks} blocks in a frame")
 
 
 def blocks_done(end: int, num_prompt: int) -> int:

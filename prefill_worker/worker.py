@@ -9,21 +9,24 @@ from functools import partial
 
 import msgspec
 
-from kv_transport.interface import BlockSender
+from kv_transport.choice import RoutedSender
 from pd_core.config import Config
 from pd_core.engine import Engine
 from pd_core.errors import Cancelled, EngineError, InvalidRequest, KvrelayError, WorkerLost
 from pd_core.layout import blocks_for
 from pd_core.memory import BlockMemory
-from pd_core.messages import StartPrefill, TokenMade, WorkerEndpoint
+from pd_core.messages import PathsProbed, ProbePaths, StartPrefill, TokenMade, WorkerEndpoint
 from pd_core.request import finish_after
 from pd_core.ticket import FirstToken
+from pd_core.transfer import PathTotals
 from pd_rpc.server import CallContext
 from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.control import ControlConnections
 from pd_worker.outbox import Outbox, let_messages_out
 from pd_worker.outgoing import OutgoingHandoff, OutgoingPath
+from pd_worker.outgoing_blocks import DirectBlocks, OutgoingBlocks
+from pd_worker.path_probe import PathProber
 from pd_worker.policy import Share, next_shares
 from pd_worker.shell import WorkerShell, check_peer, log_extra
 from pd_worker.step_run import PartDone, StepRunner
@@ -32,12 +35,15 @@ from prefill_worker.policy import check_fits, check_range
 
 _log = logging.getLogger(__name__)
 
-SenderFactory = Callable[[BlockMemory, PeerIdentity], BlockSender]
+SenderFactory = Callable[[BlockMemory, PeerIdentity], RoutedSender]
 """Makes the sending side of the pool."""
 
 
 class PrefillWorker:
-    """One boot of a prefill worker. Belongs to the event loop that starts it; `memory` is its caller's to close."""
+    """One boot of a prefill worker. Belongs to the event loop that starts it; `memory` is its caller's to close.
+
+    memory: what the transport reads; blocks: the pool, and how its blocks get there; None: the memory is the pool
+    """
 
     def __init__(
         self,
@@ -49,7 +55,9 @@ class PrefillWorker:
         engine: Engine,
         memory: BlockMemory,
         transport: SenderFactory,
+        blocks: OutgoingBlocks | None = None,
     ) -> None:
+        blocks = DirectBlocks(memory) if blocks is None else blocks
         self._shell = WorkerShell(
             name=name,
             role="prefill",
@@ -58,16 +66,27 @@ class PrefillWorker:
             config=config,
             engine=engine,
             memory=memory,
+            pool=blocks,
         )
         identity = self._shell.identity
         self._config = config.prefill
-        self._path = OutgoingPath(
+        sender = self._sender = transport(memory, identity)
+
+        def make_control() -> ControlConnections:
+            return ControlConnections(identity, secret, check_peer, self._shell.tls)
+
+        push_timeout_s, fail = config.transfer.push_timeout_s, self._shell.fail
+        self._path = OutgoingPath(memory, sender, make_control(), self._shell.counters, push_timeout_s, fail, blocks)
+        self._prober = PathProber(
+            self._shell.ledger,
             memory,
-            transport(memory, identity),
-            ControlConnections(identity, secret, check_peer),
-            self._shell.counters,
-            config.transfer.push_timeout_s,
-            self._shell.fail,
+            blocks,
+            sender,
+            self._shell.requests,
+            make_control=make_control,
+            push_timeout_s=push_timeout_s,
+            on_room=self._shell.room.freed,
+            on_failure=fail,
         )
         self._jobs: dict[str, PrefillJob] = {}
         self._runner = StepRunner(self._shell.engine_thread)
@@ -90,7 +109,7 @@ class PrefillWorker:
 
     async def start(self) -> WorkerEndpoint:
         """Starts everything. Raises OSError when it cannot listen."""
-        endpoint = await self._shell.start(self, {StartPrefill: self._start_prefill})
+        endpoint = await self._shell.start(self, {StartPrefill: self._start_prefill, ProbePaths: self._probe_paths})
         self._tasks.start(self._compute(), "prefill-steps")
         return endpoint
 
@@ -112,6 +131,9 @@ class PrefillWorker:
     def kv_paths(self) -> dict[str, str]:
         return self._path.paths()
 
+    def transfers(self) -> dict[str, PathTotals]:
+        return self._sender.totals()
+
     def cut(self, error: KvrelayError) -> None:
         for job in list(self._jobs.values()):
             self._end(job, error)
@@ -126,6 +148,10 @@ class PrefillWorker:
                 if not job.is_finished:
                     self._shell.counters.add("requests_cancelled_total")
                 self._end(job, Cancelled("the router has left"))
+
+    async def _probe_paths(self, body: ProbePaths, _: CallContext) -> AsyncIterator[PathsProbed]:
+        self._shell.check_open()
+        yield await self._prober.probe(body.peer, body.num_blocks, body.num_rounds)
 
     def _admit(self, body: StartPrefill) -> PrefillJob:
         """Takes the prompt's blocks, or raises and takes nothing."""

@@ -11,8 +11,9 @@ from typing import Protocol
 import msgspec
 
 from pd_core.errors import KvrelayError, WorkerLost
+from pd_core.layout import Fingerprint
 from pd_core.ledger import LedgerReport
-from pd_core.messages import LedgerSnapshot, ReadLedger, WorkerEndpoint, WorkerStatus
+from pd_core.messages import LedgerSnapshot, PathsProbed, ProbePaths, ReadLedger, WorkerEndpoint, WorkerStatus
 from router import view as cluster_view
 from router.faults import Faults
 from router.legs import WorkerMessages
@@ -85,11 +86,14 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def stream(self, ref: WorkerRef, body: msgspec.Struct, deadline_s: float) -> AsyncIterator[WorkerMessages]:
         """A stream of this boot of the worker. Raises WorkerLost when it is not connected."""
+        async with self._link(ref).stream(body, deadline_s) as messages:
+            yield messages
+
+    def _link(self, ref: WorkerRef) -> WorkerLink:
         link = self._links.get(ref.name)
         if link is None or link.ref != ref:
             raise WorkerLost(f"worker {ref.name} was replaced")
-        async with link.stream(body, deadline_s) as messages:
-            yield messages
+        return link
 
     async def read_ledgers(self) -> dict[str, LedgerReport | KvrelayError]:
         """What every worker says of its blocks, or why it says nothing."""
@@ -138,7 +142,15 @@ class Fleet:
         worker = self.view.workers.get(ref.name)
         return worker.progress_s if worker is not None and worker.ref == ref else 0.0
 
+    async def probe_paths(self, prefill: WorkerRef, body: ProbePaths, deadline_s: float) -> PathsProbed:
+        """What this boot of a prefill worker finds. Raises WorkerLost when it is not connected, and see ProbePaths."""
+        found: PathsProbed = await self._link(prefill).call(body, deadline_s)
+        return found
+
     # what links say
+
+    def on_connected(self, ref: WorkerRef, fingerprint: Fingerprint | None) -> None:
+        self.view = cluster_view.connected(self.view, ref, fingerprint)
 
     def on_status(self, status: WorkerStatus) -> None:
         newer = cluster_view.heard(self.view, status, self._clock())

@@ -24,14 +24,20 @@ from router.completion_api import CompletionApi
 from router.generate_endpoint import GenerateEndpoint
 from router.http_errors import Forbidden, MethodNotAllowed, error_headers, error_json
 from router.http_front import Front, is_loopback
+from router.http_reply import read_body
 from router.json_body import said
+from router.json_lines import JsonLines
 from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.path_probes import PathProbes, parse_order
 from router.prompt import PromptReader
 from router.readiness import readiness
 from router.request_page import request_page
 from router.serving import Serving
 
 logger = logging.getLogger(__name__)
+
+MAX_ORDER_BYTES = 4096
+"""Body of a POST that says what is to be probed."""
 
 
 def build_app(
@@ -40,10 +46,11 @@ def build_app(
     metrics: RouterMetrics,
     *,
     config: RouterConfig,
+    transfer_path: str,
     clock: Callable[[], float],
 ) -> ASGIApp:
-    """The ASGI application."""
-    pages = _Pages(serving, assets, metrics, clock)
+    """The ASGI application. transfer_path: the config's"""
+    pages = _Pages(serving, assets, metrics, PathProbes(serving, assets.name, transfer_path, clock), clock)
     reader = PromptReader(assets, max_waiting=config.max_queue)
     chat, completion = ChatApi(assets, reader), CompletionApi(assets, reader)
     generators: dict[str, ASGIApp] = {
@@ -60,6 +67,7 @@ def build_app(
             Route("/ready", pages.ready, methods=["GET"]),
             Route("/metrics", pages.metrics, methods=["GET"]),
             Route("/debug/ledger", pages.ledger, methods=["GET"]),
+            Route("/debug/paths", pages.paths, methods=["POST"]),
         ],
         exception_handlers={
             HTTPException: _on_http_exception,
@@ -75,9 +83,15 @@ class _Pages:
     """Everything that generates no text."""
 
     def __init__(
-        self, serving: Serving, assets: ModelAssets, metrics: RouterMetrics, clock: Callable[[], float]
+        self,
+        serving: Serving,
+        assets: ModelAssets,
+        metrics: RouterMetrics,
+        probes: PathProbes,
+        clock: Callable[[], float],
     ) -> None:
         self._serving = serving
+        self._probes = probes
         self._metrics = metrics
         self._clock = clock
         self._model = {"id": assets.name, "object": "model", "created": int(time.time()), "owned_by": "kvrelay"}
@@ -106,14 +120,24 @@ class _Pages:
         return Response(self._metrics.scrape(), headers={"content-type": CONTENT_TYPE})
 
     async def ledger(self, request: Request) -> Response:
-        if request.client is None or not is_loopback(request.client.host):
-            raise Forbidden("/debug/ledger answers on the loopback address only")
+        _check_is_near(request)
         reports = await self._serving.fleet.read_ledgers()
         shown = {
             name: {"error": report.message} if isinstance(report, KvrelayError) else msgspec.to_builtins(report)
             for name, report in reports.items()
         }
         return _json({"workers": shown})
+
+    async def paths(self, request: Request) -> Response:
+        _check_is_near(request)
+        body = await read_body(request.scope, request.receive, MAX_ORDER_BYTES)
+        lines = self._probes.begin(parse_order(body))
+        return JsonLines(lines, self._probes.end)
+
+
+def _check_is_near(request: Request) -> None:
+    if request.client is None or not is_loopback(request.client.host):
+        raise Forbidden(f"{request.url.path} answers on the loopback address only")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

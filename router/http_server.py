@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pd_core.errors import ConfigError, KvrelayError
+from pd_rpc.address import format_address
 from pd_rpc.tasks import BackgroundTasks
 from router.faults import Faults
 from router.http_connection import HttpLimits, bounded_connection
@@ -127,6 +128,6 @@ async def _listen(host: str, port: int) -> socket.socket:
         sock.close()
         is_host = error.errno == errno.EADDRNOTAVAIL
         field, value = ("router.host", host) if is_host else ("router.port", port)
-        why = f"{field} {value} cannot be used: {host}:{port}: {error.strerror}; choose another"
+        why = f"{field} {value} cannot be used: {format_address(host, port)}: {error.strerror}; choose another"
         raise ConfigError(why, param=field) from error
     return sock

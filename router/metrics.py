@@ -5,15 +5,17 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from pd_core.transfer import PathTransfer
 from router.serving import Serving
 from router.timeline import Timeline
+from router.transfer_metrics import TransferMetrics, path_families
 from router.view import Health, WorkerView
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,12 +42,7 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._kv_bytes = Counter("kvrelay_handoff_bytes", "KV bytes handed over", ["path"], registry=self.registry)
-        self._transfer = Counter(
-            "kvrelay_transfer_seconds",
-            "Seconds that KV was on its way; kvrelay_handoff_bytes by this is the speed of the path",
-            ["path"],
-            registry=self.registry,
-        )
+        self._transfers = TransferMetrics(self.registry)
         self._ttft = self._seconds("kvrelay_ttft_seconds", "From a request's arrival to its first token")
         self._queue = self._seconds("kvrelay_queue_seconds", "From a request's arrival in the queue to its turn")
         self._e2e = self._seconds("kvrelay_e2e_seconds", "From a request's arrival to its end, if it finished")
@@ -82,6 +79,9 @@ class RouterMetrics:
     def prompt_answered(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)
 
+    def kv_sent(self, transfers: Sequence[PathTransfer]) -> None:
+        self._transfers.sent(transfers)
+
     def request_over(self, timeline: Timeline) -> None:
         self._outcomes.labels(timeline.outcome).inc()
         if timeline.ttft_s is not None:
@@ -92,7 +92,6 @@ class RouterMetrics:
             self._e2e.observe(timeline.e2e_s)
         if timeline.num_kv_bytes is not None and timeline.path is not None:
             self._kv_bytes.labels(timeline.path).inc(timeline.num_kv_bytes)
-            self._transfer.labels(timeline.path).inc(timeline.transfer_s or 0.0)
             self._handoff.labels(timeline.path).observe(timeline.handoff_s or 0.0)
             if timeline.exposed_s is not None:
                 self._exposed.labels(timeline.path).observe(timeline.exposed_s)
@@ -152,6 +151,7 @@ class ClusterCollector(Collector):
         workers = list(serving.fleet.view.workers.values())
         yield from self._gauges(workers)
         yield from self._counters(workers)
+        yield from path_families(workers)
 
     def _gauges(self, workers: list[WorkerView]) -> Iterator[Metric]:
         view, now_s = self._serving.fleet.view, self._clock()

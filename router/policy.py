@@ -6,6 +6,7 @@
     decode:  a worker with room for the prompt and some growth of everybody there, and not promised to so many that they
              would take the blocks from each other for ever; among those the least loaded
 
+Workers whose KV differs (see pd_core.layout.Fingerprint) are no pair, and who is in no pair is as good as not there.
 Without prefill workers the decode worker has to meet both. Longer prompts do not count as what comes before, because
 workers interleave chunks; one that waits here counts as shorter and shorter, as it does there.
 A worker that has refused for want of room is not asked again before its next heartbeat: the view may be wrong about
@@ -25,7 +26,7 @@ import msgspec
 from pd_core.layout import blocks_for, growth_room
 from router.pace import expected_s, slowness
 from router.progress import OurWork
-from router.view import ClusterView, Health, Role, WorkerView
+from router.view import ClusterView, Health, Role, WorkerView, can_exchange, why_no_exchange
 
 OVERCOMMIT = 1.5
 """Blocks that ours will probably have in the end, all at once, in pools: they grow and end at different times."""
@@ -86,7 +87,7 @@ class Placement(msgspec.Struct, frozen=True):
 class Obstacle(enum.Enum):
     """Why a request must wait."""
 
-    NOBODY_READY = "no worker of a role is ready"
+    NOBODY_READY = "no worker of a role is ready, or none that fits one of the other role"
     PROMPTS_FIRST = "prompts that come first are being computed"
     PREFILL_FULL = "no prefill worker has room"
     DECODE_FULL = "no decode worker has room"
@@ -98,7 +99,7 @@ Verdict: TypeAlias = Placement | Obstacle
 def place(demand: Demand, view: ClusterView, now_s: float, kept: frozenset[str] = NOBODY) -> Verdict:
     """The workers for this request, or why it must wait. Only READY workers are chosen, and none of `kept`."""
     rules = view.rules
-    ready = {role: view.of_role(role, (Health.READY,), now_s) for role in rules.roles}
+    ready = pairable(view, now_s)
     if not all(ready.values()):
         return Obstacle.NOBODY_READY
     decodes = [w for w in ready["decode"] if w.endpoint.name not in kept and _can_decode(w, view, demand)]
@@ -109,6 +110,9 @@ def place(demand: Demand, view: ClusterView, now_s: float, kept: frozenset[str] 
         computing = [w for w in ready["prefill"] if w.endpoint.name not in kept and _can_hold(w, view, demand)]
         if not computing:
             return Obstacle.PREFILL_FULL
+        computing = [w for w in computing if any(can_exchange(w, decode) for decode in decodes)]
+        if not computing:
+            return Obstacle.DECODE_FULL
     rank = demand.rank(now_s, rules.ageing_tokens_per_s)
     computing = [w for w in computing if w.num_ahead(rank, now_s, rules.ageing_tokens_per_s) <= rules.chunk_tokens]
     if not computing:
@@ -116,8 +120,41 @@ def place(demand: Demand, view: ClusterView, now_s: float, kept: frozenset[str] 
     prefill = min(computing, key=lambda w: _prompt_cost(w, ready[rules.computes_prompts], view, demand, now_s))
     if "prefill" not in rules.roles:
         return _placement(prefill, None, view, demand, now_s)
-    decode = min(decodes, key=lambda w: _decode_cost(w, view))
+    decode = min((w for w in decodes if can_exchange(prefill, w)), key=lambda w: _decode_cost(w, view))
     return _placement(decode, prefill, view, demand, now_s)
+
+
+def pairable(view: ClusterView, now_s: float) -> dict[Role, list[WorkerView]]:
+    """READY workers by role, in order of their names; those alone that can exchange KV with one of the other role."""
+    ready = {role: view.of_role(role, (Health.READY,), now_s) for role in view.rules.roles}
+    prefills, decodes = ready.get("prefill"), ready["decode"]
+    if not prefills or all(worker.fingerprint is prefills[0].fingerprint for worker in (*prefills, *decodes)):
+        return ready
+    return {
+        "prefill": [w for w in prefills if any(can_exchange(w, other) for other in decodes)],
+        "decode": [w for w in decodes if any(can_exchange(other, w) for other in prefills)],
+    }
+
+
+def why_nobody(view: ClusterView, now_s: float) -> str | None:
+    """Why no request can be served now, whatever it needs; None when one can.
+
+    No worker of a role is ready, or none can exchange KV with any of the other role: then with what differs.
+    """
+    role = missing_role(view, now_s)
+    if role is not None:
+        return f"no {role} worker is ready"
+    if all(pairable(view, now_s).values()):
+        return None
+    return "no prefill worker has a decode worker that its KV fits: " + "; ".join(mismatches(view).values())
+
+
+def mismatches(view: ClusterView) -> dict[tuple[str, str], str]:
+    """Prefill and decode workers, by their names, that can hand nothing over, and what differs, with both values."""
+    workers = [view.workers[name] for name in sorted(view.workers)]
+    pairs = [(p, d) for p in workers for d in workers if (p.endpoint.role, d.endpoint.role) == ("prefill", "decode")]
+    found = {(p.endpoint.name, d.endpoint.name): why_no_exchange(p, d) for p, d in pairs}
+    return {names: why for names, why in found.items() if why is not None}
 
 
 def missing_role(view: ClusterView, now_s: float) -> Role | None:
@@ -160,7 +197,7 @@ def works_of(placement: Placement, demand: Demand, view: ClusterView, now_s: flo
 def room_to_keep(role: Role, demand: Demand, view: ClusterView, now_s: float) -> str | None:
     """The worker that will soonest have room for this request when it takes nobody else: the one with most free."""
     need = demand.num_prompt_blocks + (demand.num_growth_blocks if role == "decode" else 0)
-    large = [w for w in view.of_role(role, (Health.READY,), now_s) if w.num_blocks >= need]
+    large = [w for w in pairable(view, now_s).get(role, []) if w.num_blocks >= need]
     if not large:
         return None
     return min(large, key=lambda w: (-w.num_free_blocks, w.num_ours, w.endpoint.name)).endpoint.name

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from router.policy import mismatches
 from router.serving import Serving
 from router.throughput import WINDOW_S
 from router.view import ClusterView, WorkerView
@@ -30,6 +31,9 @@ def readiness(serving: Serving, now_s: float) -> dict[str, Any]:
         },
         "max_request_tokens": None if view.limits is None else view.limits.num_tokens,
         "limits": limits,
+        "kv_mismatches": [
+            {"prefill": prefill, "decode": decode, "why": why} for (prefill, decode), why in mismatches(view).items()
+        ],
         "workers": [_worker(view, view.workers[name], now_s) for name in sorted(view.workers)],
     }
 
@@ -57,5 +61,6 @@ def _worker(view: ClusterView, worker: WorkerView, now_s: float) -> dict[str, An
             "counters": status.counters,
             "engine": status.detail,
             "kv_paths": status.kv_paths,
+            "transfers": {path: msgspec.to_builtins(totals) for path, totals in status.transfers.items()},
         }
     return known

@@ -93,11 +93,11 @@ def _transfer(timeline: Timeline) -> dict[str, Any] | None:
 
     From ticket to commit it overlaps with computing. What it adds to that: exposed_ms, from the first token to the
     moment at which decode had all, by the router's clock, and push_ms, the same as the prefill worker saw it.
-    path_ms is how long KV was on its way, all pushes together, and gb_per_s how fast it was then.
+    path_ms is how long KV was on its way, all pushes together, and gb_per_s how fast it was then; by_path the same of
+    each path alone, as its sender counts. how: the path as the prefill worker has it, and why not a better one.
     """
     if timeline.path is None or timeline.num_kv_bytes is None:
         return None
-    speed = timeline.bytes_per_s
     return {
         "path": timeline.path,
         "num_blocks": timeline.num_kv_blocks,
@@ -106,8 +106,22 @@ def _transfer(timeline: Timeline) -> dict[str, Any] | None:
         "exposed_ms": _ms(timeline.exposed_s),
         "push_ms": _ms(timeline.push_s),
         "path_ms": _ms(timeline.transfer_s),
-        "gb_per_s": None if speed is None else round(speed / 1e9, 4),
+        "gb_per_s": _gb(timeline.bytes_per_s),
+        "by_path": [
+            {
+                "path": transfer.path,
+                "num_bytes": transfer.num_bytes,
+                "path_ms": _ms(transfer.seconds),
+                "gb_per_s": _gb(transfer.num_bytes / transfer.seconds if transfer.seconds else None),
+            }
+            for transfer in timeline.transfers
+        ],
+        "how": timeline.how,
     }
+
+
+def _gb(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else round(bytes_per_s / 1e9, 4)
 
 
 def _mean_itl_s(timeline: Timeline) -> float | None:

@@ -14,12 +14,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, WorkerLost
-from pd_core.messages import HandoffCommitted, PrefillDone, PromptComputed, StartBoth, StartDecode, StartPrefill
+from pd_core.messages import (
+    HandoffCommitted,
+    PrefillDone,
+    PromptComputed,
+    StartBoth,
+    StartDecode,
+    StartPrefill,
+    TokenMade,
+)
 from pd_core.request import GenerateRequest
 from pd_core.request_life import (
     AnswerComplete,
@@ -46,64 +52,17 @@ from pd_core.request_life import (
     TimeRanOut,
     TokenReceived,
     step,
+    usual_token,
 )
-from router.legs import LegCall, PlacedLeg, WorkerStream, event_of, event_of_error, read_leg
+from router.legs import LegCall, PlacedLeg, event_of, event_of_error, read_leg
 from router.policy import Demand, Placement
+from router.run_host import RunHost
 from router.step_clock import StepClock, StepDeadlines
 from router.timeline import PlacementNote, Timeline
 from router.unread import TokenEvent, UnreadTokens
 from router.view import WorkerRef
 
 logger = logging.getLogger(__name__)
-
-
-class RunHost(Protocol):
-    """What a run needs of the router around it. All of it returns at once."""
-
-    def now_s(self) -> float: ...
-
-    def ref_of(self, worker: str) -> WorkerRef: ...
-
-    def open_stream(self, ref: WorkerRef, body: msgspec.Struct, deadline_s: float) -> WorkerStream:
-        """Raises WorkerLost when there is no connection to this boot."""
-        ...
-
-    def leg_opened(self, task: asyncio.Task[None]) -> None: ...
-
-    def leg_admitted(self, ref: WorkerRef, work_id: str) -> None:
-        """The worker has taken the leg's blocks."""
-        ...
-
-    def prompt_computed(self, ref: WorkerRef, work_id: str, num_prompt: int) -> None:
-        """The first token has come from the worker that computes the prompt."""
-        ...
-
-    def leg_preempted(self, ref: WorkerRef, work_id: str) -> None:
-        """The leg's blocks were given to older ones."""
-        ...
-
-    def leg_resumed(self, ref: WorkerRef, work_id: str) -> None:
-        """After it was preempted, the leg has brought a token again."""
-        ...
-
-    def progress_s(self, ref: WorkerRef) -> float:
-        """When this boot was last heard to have run more tokens than before."""
-        ...
-
-    def leg_over(self, ref: WorkerRef, work_id: str, num_made: int, task: asyncio.Task[None] | None) -> None:
-        """Nothing of this attempt is on that worker any more.
-
-        num_made: tokens of the answer so far; task: None when the leg was never opened
-        """
-        ...
-
-    def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None: ...
-
-    def token_given(self, gap_s: float | None) -> None:
-        """gap_s: see Observer"""
-        ...
-
-    def run_over(self, run: RequestRun) -> None: ...
 
 
 class RequestRun:
@@ -361,8 +320,14 @@ class RequestRun:
 
     def _take(self, leg: Leg, attempt: int, message: Any) -> bool:
         """A message of a leg has come; whether more of it is wanted. Called by the leg's stream, outside its task."""
+        if type(message) is TokenMade and attempt == self._life.attempt:  # nearly every message
+            longer = usual_token(self._life, leg, message.index - self.request.first_index, message.finish)
+            if longer is not None:
+                self._take_usual(longer, message.token)
+                return True
         if type(message) is PrefillDone:  # a report; it is taken after the last token too
             self.timeline.prefilled(message)
+            self._host.kv_sent(message.transfers)
         elif type(message) is PromptComputed:  # so is this
             self.timeline.prompt_computed(message)
         if attempt != self._life.attempt or leg not in self._life.open_legs:
@@ -377,6 +342,15 @@ class RequestRun:
             finally:
                 self._taking = None
         return leg in self._life.open_legs
+
+    def _take_usual(self, longer: RequestLife, token: int) -> None:
+        """What `feed` does for such a token."""
+        self._life = longer
+        now_s = self._host.now_s()
+        if self._clock.token_came(now_s):
+            self._host.leg_resumed(self._legs[Leg.DECODE].ref, self.work_id)
+        self._unread.add(token, None, now_s)
+        self._news()
 
     def _is_finished(self) -> bool:
         return self._life.state is RequestState.FINISHED

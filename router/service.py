@@ -11,6 +11,7 @@ from typing import Any
 from pd_core.config import Config, prompt_chunk_tokens
 from pd_core.messages import WorkerEndpoint
 from pd_model.model_assets import ModelAssets
+from pd_rpc.tls import load_tls
 from pd_rpc.wire import PeerIdentity
 from router.faults import Faults
 from router.fleet import Fleet
@@ -56,12 +57,19 @@ class RouterService:
         identity = PeerIdentity("router", "router", secrets.token_hex(8))
         self.metrics = RouterMetrics()
         self.faults = Faults()
-        connect, interval_s = rpc_connect(identity, secret), config.heartbeat.interval_s
+        connect, interval_s = rpc_connect(identity, secret, load_tls(config.tls)), config.heartbeat.interval_s
         self.fleet = Fleet(connect, rules_of(config), interval_s, clock, self.faults)
         self.serving = Serving(self.fleet, config, self.metrics, clock, self.faults, steps)
         self.metrics.watch(self.serving, clock)
         self._clock = clock
-        self.app = build_app(self.serving, assets, self.metrics, config=config.router, clock=clock)
+        self.app = build_app(
+            self.serving,
+            assets,
+            self.metrics,
+            config=config.router,
+            transfer_path=config.transfer.path,
+            clock=clock,
+        )
         self._http = HttpServer(
             self.app, config.router.host, config.router.port, self.faults, self.metrics.replied, stall_s
         )

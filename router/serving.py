@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -13,11 +13,12 @@ import msgspec
 from pd_core.config import Config
 from pd_core.errors import ContextLengthExceeded, InvalidRequest, KvrelayError, NotFound, Unavailable
 from pd_core.request import GenerateRequest
+from pd_core.transfer import PathTransfer
 from pd_rpc.tasks import BackgroundTasks
 from router.faults import Faults
 from router.fleet import Fleet
 from router.legs import WorkerStream
-from router.policy import Placement, missing_role
+from router.policy import Placement, why_nobody
 from router.queue import WaitingLine
 from router.request_run import RequestRun
 from router.rounds import Rounds
@@ -41,6 +42,10 @@ class Observer(Protocol):
 
     def token_given(self, gap_s: float | None) -> None:
         """gap_s: since the request's token before; None for its first."""
+        ...
+
+    def kv_sent(self, transfers: Sequence[PathTransfer]) -> None:
+        """What one handoff sent over each path."""
         ...
 
     def request_over(self, timeline: Timeline) -> None: ...
@@ -127,9 +132,7 @@ class Serving:
             return "the router is shutting down"
         if self.faults.reason is not None:
             return self.faults.reason
-        now_s = self._clock()
-        role = missing_role(self.fleet.view, now_s)
-        return None if role is None else f"no {role} worker is ready"
+        return why_nobody(self.fleet.view, self._clock())
 
     def check_open(self) -> int:
         """Most tokens that a request may have, prompt and answer together; for before its prompt is looked at.
@@ -299,6 +302,9 @@ class Serving:
         self._num_new_tokens += 1
         self._observer.token_given(gap_s)
 
+    def kv_sent(self, transfers: Sequence[PathTransfer]) -> None:
+        self._observer.kv_sent(transfers)
+
     def run_over(self, run: RequestRun) -> None:
         self._forget(run)
         if run is not self._withdrawn:
@@ -362,8 +368,7 @@ class Serving:
             run.fail(self._unavailable(reason))
 
     def _missing(self, now_s: float) -> str | None:
-        role = missing_role(self.fleet.view, now_s)
-        return None if role is None else f"no {role} worker can serve requests now"
+        return why_nobody(self.fleet.view, now_s)
 
     def _unavailable(self, reason: str) -> Unavailable:
         return Unavailable(reason, retry_after_s=RETRY_UNAVAILABLE_S)

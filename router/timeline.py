@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pd_core.messages import ChunkDone, HandoffCommitted, PrefillDone, PromptComputed
+from pd_core.transfer import PathTransfer
 
 MAX_CHUNKS = 256
 MAX_PLACEMENTS = 16
@@ -37,7 +38,7 @@ class Timeline(msgspec.Struct):
     num_preemptions, preempted_s: how often decode took its blocks for older ones, and when last
     path, num_kv_blocks, num_kv_bytes, handoff_s: how the KV went over, how much, and from ticket to commit
     chunks, compute_s: as the worker that computed the prompt measured them; of the chunks the first ones
-    push_s, transfer_s, num_sent_bytes: what the prefill worker says of the handoff; see PrefillDone
+    push_s, transfers, how: what the prefill worker says of the handoff; see PrefillDone
     outcome:     "finished", "failed" or "cancelled"; error: the error's code
     """
 
@@ -67,8 +68,8 @@ class Timeline(msgspec.Struct):
     num_chunks: int | None = None
     compute_s: float | None = None
     push_s: float | None = None
-    transfer_s: float | None = None
-    num_sent_bytes: int | None = None
+    transfers: list[PathTransfer] = []
+    how: str | None = None
     outcome: str | None = None
     error: str | None = None
 
@@ -92,9 +93,15 @@ class Timeline(msgspec.Struct):
         return max(0.0, self.committed_s - self.first_token_s)
 
     @property
+    def transfer_s(self) -> float | None:
+        """How long KV was on its way, over all paths; None when none was, or that is not known yet."""
+        return sum(transfer.seconds for transfer in self.transfers) if self.transfers else None
+
+    @property
     def bytes_per_s(self) -> float | None:
-        """How fast the path was while something was on it."""
-        return self.num_sent_bytes / self.transfer_s if self.num_sent_bytes and self.transfer_s else None
+        """How fast the paths were while something was on them."""
+        seconds = self.transfer_s
+        return sum(transfer.num_bytes for transfer in self.transfers) / seconds if seconds else None
 
     def placed(self, note: PlacementNote, attempt: int) -> None:
         self.placed_s, self.num_attempts = note.at_s, attempt
@@ -114,7 +121,7 @@ class Timeline(msgspec.Struct):
 
     def prefilled(self, message: PrefillDone) -> None:
         self._computed(message.chunks, message.compute_s)
-        self.push_s, self.transfer_s, self.num_sent_bytes = message.push_s, message.transfer_s, message.num_bytes
+        self.push_s, self.transfers, self.how = message.push_s, message.transfers, message.how
 
     def prompt_computed(self, message: PromptComputed) -> None:
         self._computed(message.chunks, message.compute_s)
@@ -127,7 +134,7 @@ class Timeline(msgspec.Struct):
         line: dict[str, object] = {}
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if value is None or field in ("arrived_s", "placements", "chunks"):
+            if value is None or field in ("arrived_s", "placements", "chunks", "transfers"):
                 continue
             if field in _MOMENTS:
                 line[field.removesuffix("_s") + "_ms"] = self.ms(value)
@@ -135,6 +142,8 @@ class Timeline(msgspec.Struct):
                 line[field.removesuffix("_s") + "_ms"] = round(value * 1e3, 2)
             else:
                 line[field] = value
+        if self.transfers:
+            line["kv_sent"] = [msgspec.to_builtins(transfer) for transfer in self.transfers]
         if self.placements:
             line["reason"] = self.placements[-1].reason
         return line

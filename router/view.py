@@ -1,6 +1,7 @@
 """What the router knows of its workers: who is alive, how full they are, and what we have asked of them ourselves.
 
-    set_workers    who there is, from the supervisor          heard / lost    what they say, or that they say nothing
+    set_workers    who there is, from the supervisor          connected, heard / lost   what they say, or that they
+                                                              say nothing
     placed, admitted, computed, preempted, resumed, released  our own requests, ahead of the next heartbeat
     answered                                                  how long answers are
 
@@ -22,7 +23,8 @@ from typing import Literal
 
 import msgspec
 
-from pd_core.layout import blocks_for, growth_room
+from pd_core.errors import LayoutMismatch
+from pd_core.layout import Fingerprint, blocks_for, check_pairing, growth_room
 from pd_core.messages import WorkerEndpoint, WorkerState, WorkerStatus
 from router.pace import Pace, Usual, learn
 from router.progress import OurWork, all_tokens, prompt_tokens, spread
@@ -63,6 +65,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     turn:        when it last got work, in placements of all workers: the least recent goes first among equals
     pace:        how fast it is at our prompts
     progress_s:  when it was last heard to have run more tokens than before
+    fingerprint: of its KV, as it says itself; None before it has, or when it keeps none
     """
 
     endpoint: WorkerEndpoint
@@ -77,6 +80,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     turn: int = 0
     pace: Pace = Pace()
     progress_s: float = 0.0
+    fingerprint: Fingerprint | None = None
 
     @property
     def ref(self) -> WorkerRef:
@@ -144,6 +148,23 @@ class WorkerView(msgspec.Struct, frozen=True):
         if silent_s >= rules.suspect_s:
             return Health.SUSPECT
         return Health.DRAINING if self.status.state is WorkerState.DRAINING else Health.READY
+
+
+def can_exchange(one: WorkerView, other: WorkerView) -> bool:
+    """Whether KV of one can go into the other's pool, as far as is known."""
+    ours, theirs = one.fingerprint, other.fingerprint
+    return ours is theirs or ours is None or theirs is None or ours == theirs
+
+
+def why_no_exchange(prefill: WorkerView, decode: WorkerView) -> str | None:
+    """What differs between the two, with both values; None when KV can go from one to the other."""
+    if prefill.fingerprint is None or decode.fingerprint is None or can_exchange(prefill, decode):
+        return None
+    try:
+        check_pairing(prefill.fingerprint, decode.fingerprint)
+    except LayoutMismatch as error:
+        return f"{prefill.endpoint.name} (ours) and {decode.endpoint.name} (theirs): {error.message}"
+    return None
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -214,6 +235,15 @@ def set_workers(view: ClusterView, endpoints: Iterable[WorkerEndpoint], now_s: f
         is_same = known is not None and known.endpoint == endpoint
         workers[endpoint.name] = known if known is not None and is_same else WorkerView(endpoint, heard_s=now_s)
     return msgspec.structs.replace(view, workers=workers)
+
+
+def connected(view: ClusterView, ref: WorkerRef, fingerprint: Fingerprint | None) -> ClusterView:
+    """There is a connection to this boot, and it has said what KV it has."""
+    worker = _find(view, ref)
+    if worker is None:
+        return view
+    same = next((w.fingerprint for w in view.workers.values() if w.fingerprint == fingerprint), fingerprint)
+    return _with(view, msgspec.structs.replace(worker, fingerprint=same))  # one object: quick to compare
 
 
 def heard(view: ClusterView, status: WorkerStatus, now_s: float) -> ClusterView:

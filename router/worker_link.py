@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import msgspec
 
 from pd_core.errors import DeadlineExceeded, KvrelayError, ProtocolError, StaleTicket, WorkerLost
+from pd_core.layout import Fingerprint
 from pd_core.messages import WORKER_REPLIES, WatchStatus, WorkerEndpoint, WorkerStatus
 from pd_rpc.client import RpcClient
 from pd_rpc.stream import RpcStream
 from pd_rpc.tasks import BackgroundTasks
+from pd_rpc.tls import Tls
 from pd_rpc.wire import PeerIdentity
 from router.faults import Faults
 from router.view import WorkerRef
@@ -33,13 +35,17 @@ Connect = Callable[[WorkerEndpoint], Awaitable[RpcClient]]
 class LinkListener(Protocol):
     """Who wants to know. Called on the event loop."""
 
+    def on_connected(self, ref: WorkerRef, fingerprint: Fingerprint | None) -> None:
+        """It can be called. fingerprint: of the KV that it makes or keeps, as it says itself"""
+        ...
+
     def on_status(self, status: WorkerStatus) -> None: ...
 
     def on_lost(self, ref: WorkerRef, why: str) -> None: ...
 
 
-def rpc_connect(identity: PeerIdentity, secret: bytes) -> Connect:
-    """Connects with this identity, and only to the boot that the endpoint names."""
+def rpc_connect(identity: PeerIdentity, secret: bytes, tls: Tls | None) -> Connect:
+    """Connects with this identity, and only to the boot that the endpoint names. tls: as RpcClient's"""
 
     async def connect(endpoint: WorkerEndpoint) -> RpcClient:
         def check_peer(_ours: PeerIdentity, theirs: PeerIdentity) -> None:
@@ -55,6 +61,7 @@ def rpc_connect(identity: PeerIdentity, secret: bytes) -> Connect:
             replies=WORKER_REPLIES,
             check_peer=check_peer,
             deadline_s=CONNECT_S,
+            tls=tls,
         )
 
     return connect
@@ -113,6 +120,7 @@ class WorkerLink:
             else:
                 try:
                     self._client = client
+                    self._listener.on_connected(self.ref, client.peer.fingerprint)
                     why = await self._watch(client)
                     self._listener.on_lost(self.ref, why)  # first of all: nobody is to be sent there meanwhile
                 finally:

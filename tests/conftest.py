@@ -1,8 +1,8 @@
 """What all tests share: which of them are quick, the trace folder, one Ray, and that each leaves nothing behind.
 
 make test           everything but what follows
-make cluster-test   marker `cluster`: tests/e2e and tests/identity, save their modules `test_quick_*`
-make identity       marker `slow`
+make cluster-test   marker `cluster`: tests/e2e, tests/hosts and tests/identity, save their modules `test_quick_*`
+make identity       marker `slow` in tests/identity; make chaos: in tests/contract
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from leaks import POLL_S, SETTLE_S, Belongings, belongings, left_behind
 from cluster.processes import list_descendants
 from cluster.ray_runtime import RayRuntime
 
-CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "identity")]
+CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "hosts", "identity")]
 QUICK = "test_quick_"
 RAY_ACTORS = 5
 """A router and two workers of each role."""

@@ -23,7 +23,7 @@ def wanted(project_file: Path) -> list[str]:
     project = tomllib.loads(project_file.read_text("utf-8"))
     return [
         *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["dev"],
+        *(wish for extra in project["project"]["optional-dependencies"].values() for wish in extra),
         *project["build-system"]["requires"],
     ]
 

@@ -37,6 +37,7 @@ from pd_core.messages import (
 )
 from pd_core.request import FinishReason, GenerateRequest
 from pd_core.ticket import Ticket, TicketRef
+from pd_core.transfer import PathTransfer
 from pd_model.fake import fake_model
 from pd_rpc.server import CallContext, RpcServer
 from pd_rpc.wire import PeerIdentity
@@ -69,7 +70,9 @@ def granted(body: StartDecode) -> TicketGranted:
 
 
 COMMITTED = HandoffCommitted(path="tcp", num_blocks=1, num_bytes=4096, wait_s=0.01)
-DONE = PrefillDone(chunks=[ChunkDone(0, 3, 0.0, 0.01)], compute_s=0.01, push_s=0.01, num_bytes=4096, transfer_s=0.002)
+DONE = PrefillDone(
+    chunks=[ChunkDone(0, 3, 0.0, 0.01)], compute_s=0.01, push_s=0.01, transfers=[PathTransfer("tcp", 4096, 0.002)]
+)
 
 
 class Handoffs:

@@ -13,6 +13,7 @@ from waiting import until
 from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
+    HANDOFF_PATHS,
     LEASE_S,
     SHORT_LEASE_S,
     Rig,
@@ -66,7 +67,7 @@ PHASES: dict[str, Callable[[Rig, Run], bool]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", HANDOFF_PATHS)
 async def test_a_router_that_leaves_in_any_phase_gets_every_block_back_within_a_second(path: str) -> None:
     async with workers(path, times=SLOW) as rig:
         for number, holds in enumerate(PHASES.values()):
@@ -86,7 +87,7 @@ async def test_a_router_that_leaves_in_any_phase_gets_every_block_back_within_a_
         assert num_before + num_after >= 5  # and in the first chunk, while pushing, at the first token
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", HANDOFF_PATHS)
 async def test_routers_that_leave_at_random_moments_disturb_nobody_else(path: str) -> None:
     generator = random.Random(11)
     async with workers(path, times=Times(prefill_chunk_s=0.004, decode_step_s=0.002)) as rig:
@@ -223,7 +224,7 @@ async def test_a_wire_that_spoils_everything_ends_in_an_error_after_bounded_roun
         assert prefill.counters["handoffs_aborted_total"] == decode.counters["handoffs_aborted_total"] == 1
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", HANDOFF_PATHS)
 async def test_a_late_writer_cannot_touch_the_blocks_of_the_next_request(path: str) -> None:
     config = small_config(decode=DecodeConfig(num_blocks=PROMPT_BLOCKS, max_batch=4, max_reserved=4))
     generator = random.Random(3)

@@ -12,6 +12,7 @@ from worker_rig import (
     CALL_S,
     CHUNK_TOKENS,
     CONTEXT_TOKENS,
+    HANDOFF_PATHS,
     Times,
     check_stream,
     expected_tokens,
@@ -224,7 +225,7 @@ async def test_what_still_runs_after_the_grace_time_is_cut_with_an_error() -> No
         await rig.wait_idle(within_s=1.0)
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", HANDOFF_PATHS)
 async def test_stopped_in_the_middle_of_everything_the_workers_leave_nothing_behind(path: str) -> None:
     async with no_leaks(), workers(path, times=SLOW) as rig:
         runs = [rig.run(make_request(f"r{number}", 40 * number + 5, 50)) for number in range(4)]

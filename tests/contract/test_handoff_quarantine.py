@@ -8,7 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 from waiting import until
-from worker_rig import CHUNK_TOKENS, Rig, Times, check_stream, failure_of, make_request, small_config, workers
+from worker_rig import (
+    CHUNK_TOKENS,
+    HANDOFF_PATHS,
+    Rig,
+    Times,
+    check_stream,
+    failure_of,
+    make_request,
+    small_config,
+    workers,
+)
 
 from kv_transport.permits import OpenFrame
 from pd_core.config import DecodeConfig
@@ -28,7 +38,7 @@ class StuckWriter:
         self.num_cuts = 0
         self._slots = [rig.decode.shell.memory.block(block_id) for block_id in ticket.block_ids[:2]]
         self._reception = rig.decode._receiver.reception  # type: ignore[attr-defined]
-        self._frame: OpenFrame = self._reception.begin_frame(ticket.ref, [0, 1], self)
+        self._frame: OpenFrame = self._reception.begin_frame(ticket.ref, [0, 1], [0, 0], self)
 
     def cut(self, reason: str) -> None:
         """It is inside a system call, and does not hear it."""
@@ -39,10 +49,10 @@ class StuckWriter:
             slot[:] = bytes([byte]) * len(slot)
 
     def leave(self) -> None:
-        self._reception.end_frame(self._frame, [0, 0], 0)
+        self._reception.end_frame(self._frame, 0)
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", HANDOFF_PATHS)
 async def test_blocks_of_a_cancelled_request_are_nobodys_until_its_writer_has_left(path: str) -> None:
     config = small_config(decode=DecodeConfig(num_blocks=NUM_BLOCKS, max_batch=4, max_reserved=4))
     async with workers(path, config) as rig:

@@ -12,6 +12,7 @@ import pytest_asyncio
 from waiting import until
 from worker_rig import (
     CHUNK_TOKENS,
+    HANDOFF_PATHS,
     Rig,
     Times,
     check_stream,
@@ -28,7 +29,7 @@ B = BLOCK_TOKENS
 SIZES = [1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1]
 
 
-@pytest_asyncio.fixture(params=["tcp", "inproc"])
+@pytest_asyncio.fixture(params=HANDOFF_PATHS)
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     async with workers(request.param) as rig:
         yield rig

@@ -15,6 +15,7 @@ from rpc_peers import DECODE, ROUTER, SECRET, Handlers, no_leaks
 from pd_core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, ProtocolError, Unavailable
 from pd_rpc.auth import CONTROL_KIND
 from pd_rpc.blocking import authenticate_blocking_as_client, authenticate_blocking_as_server
+from pd_rpc.frames import HEADER_BYTES, encode_frame
 
 KIND = "test data"
 
@@ -107,7 +108,7 @@ def test_a_peer_that_trickles_does_not_stretch_the_deadline(sockets):
                 server.sendall(b"K")
 
     thread = threading.Thread(target=trickle)
-    server.sendall(b"KVRP\0\1\0\0\xff\xff\0\0\0\0")
+    server.sendall(encode_frame(bytes(60_000))[:HEADER_BYTES])
     thread.start()
     try:
         began_s = time.monotonic()

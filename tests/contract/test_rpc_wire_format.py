@@ -29,35 +29,36 @@ HEADER = struct.Struct(">4sHII")
 # fmt: off
 RECORDED = [  # who sent it, the bytes in hex
     ("client",
-     "4b565250000100000061d9fd758294a568656c6c6f0184a46e616d65a8726f757465722d30a4726f6c65a6726f757465"
+     "4b56525000020000006127852a4294a568656c6c6f0284a46e616d65a8726f757465722d30a4726f6c65a6726f757465"
      "72ab696e6361726e6174696f6ea26131ab66696e6765727072696e74c0c420000102030405060708090a0b0c0d0e0f10"
      "1112131415161718191a1b1c1d1e1f"),
     ("server",
-     "4b5652500001000000d6aca6d6ea94a568656c6c6f0184a46e616d65a86465636f64652d30a4726f6c65a66465636f64"
+     "4b5652500002000000d66d6408dd94a568656c6c6f0284a46e616d65a86465636f64652d30a4726f6c65a66465636f64"
      "65ab696e6361726e6174696f6ea26232ab66696e6765727072696e7485a777656967687473a27731a873657474696e67"
      "73a27331a9746f6b656e697a6572a27431a86e756d6572696373a26e31a66c61796f757485a46e616d65a5706c61696e"
      "aa6e756d5f6c617965727302ac6e756d5f6b765f686561647301a8686561645f64696d08a56474797065a7666c6f6174"
-     "3332c420202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f4b565250000100000029e01f"
-     "ff4a92a570726f6f66c420711060c23b1b498e606600e97d6496d7f44e69999fd4a4a959c2e37d6c73a35b"),
+     "3332c420202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f4b5652500002000000296910"
+     "4a8f92a570726f6f66c4207a7a9058e3a533561b6e5441225f4013eddfc39ad6eb0d39e62240c879f65310"),
     ("client",
-     "4b565250000100000029c603d1f992a570726f6f66c420b7ba89f838119ad41d4c5bc9d0372e0d9f768d0d2a5850e495"
-     "69441176a114514b56525000010000000773b5501991a57265616479"),
+     "4b565250000200000029d5f6974f92a570726f6f66c42005aa522bef67deb70da0766084047231b181938beb7cffc54b"
+     "10f97a4a0ee0444b56525000020000000773b5501991a57265616479"),
     ("server",
-     "4b56525000010000000773b5501991a57265616479"),
+     "4b56525000020000000773b5501991a57265616479"),
     ("client",
-     "4b565250000100000024ff1b9b4495a463616c6c01cb40040000000000000282a474797065a361736ba474657874a377"
-     "68794b56525000010000002446289ed895a463616c6c02cb3ff00000000000004082a474797065a361736ba474657874"
+     "4b565250000200000024ff1b9b4495a463616c6c01cb40040000000000000282a474797065a361736ba474657874a377"
+     "68794b56525000020000002446289ed895a463616c6c02cb3ff00000000000004082a474797065a361736ba474657874"
      "a377686f"),
     ("server",
-     "4b56525000010000001b4c65ccd493a46974656d0182a474797065a6616e73776572a5696e646578074b565250000100"
-     "000006eecc8c8392a3656e64014b565250000100000045a204715f93a66661696c65640284a46b696e64aa4f7665726c"
-     "6f61646564a76d657373616765a466756c6ca5706172616dc0ad72657472795f61667465725f73cb3ff8000000000000"),
+     "4b56525000020000004addb568fa93a56974656d73930102019382a474797065a6616e73776572a5696e6465780782a4"
+     "74797065a6616e73776572a5696e646578cd012c82a474797065a6616e73776572a5696e646578084b56525000020000"
+     "0006eecc8c8392a3656e64014b565250000200000045a204715f93a66661696c65640284a46b696e64aa4f7665726c6f"
+     "61646564a76d657373616765a466756c6ca5706172616dc0ad72657472795f61667465725f73cb3ff8000000000000"),
     ("client",
-     "4b565250000100000022b7db862395a463616c6c03cb3ff00000000000000182a474797065a361736ba474657874a178"
-     "4b56525000010000000a4a2582ca93a663726564697403204b5652500001000000090672f78192a663616e63656c034b"
-     "565250000100000006e6cebff291a470696e67"),
+     "4b565250000200000022b7db862395a463616c6c03cb3ff00000000000000182a474797065a361736ba474657874a178"
+     "4b56525000020000000a4a2582ca93a663726564697403204b5652500002000000090672f78192a663616e63656c034b"
+     "565250000200000006e6cebff291a470696e67"),
     ("server",
-     "4b56525000010000000879aa1b9a92a5636c6f7365c0"),
+     "4b56525000020000000879aa1b9a92a5636c6f7365c0"),
 ]
 # fmt: on
 
@@ -76,7 +77,7 @@ CLIENT_NONCE, SERVER_NONCE = bytes(range(32)), bytes(range(32, 64))
 
 def frame(message) -> bytes:
     body = msgpack.packb(message)
-    return HEADER.pack(b"KVRP", 1, len(body), zlib.crc32(body)) + body
+    return HEADER.pack(b"KVRP", 2, len(body), zlib.crc32(body)) + body
 
 
 def split(data: bytes) -> list[bytes]:
@@ -85,7 +86,7 @@ def split(data: bytes) -> list[bytes]:
     while data:
         magic, version, length, crc = HEADER.unpack_from(data)
         body, data = data[14 : 14 + length], data[14 + length :]
-        assert (magic, version, len(body), zlib.crc32(body)) == (b"KVRP", 1, length, crc)
+        assert (magic, version, len(body), zlib.crc32(body)) == (b"KVRP", 2, length, crc)
         bodies.append(body)
     return bodies
 
@@ -101,15 +102,15 @@ def test_recorded_frames_are_what_the_document_says():
     bodies = [(who, body) for who, data in RECORDED for body in split(bytes.fromhex(data))]
     client_hello, server_hello = bodies[0][1], bodies[1][1]
     assert [(who, msgpack.unpackb(body)) for who, body in bodies] == [
-        ("client", ["hello", 1, CLIENT_IDENTITY, CLIENT_NONCE]),
-        ("server", ["hello", 1, SERVER_IDENTITY, SERVER_NONCE]),
+        ("client", ["hello", 2, CLIENT_IDENTITY, CLIENT_NONCE]),
+        ("server", ["hello", 2, SERVER_IDENTITY, SERVER_NONCE]),
         ("server", ["proof", mac(b"server", client_hello, server_hello)]),
         ("client", ["proof", mac(b"client", client_hello, server_hello)]),
         ("client", ["ready"]),
         ("server", ["ready"]),
         ("client", ["call", 1, 2.5, 2, {"type": "ask", "text": "why"}]),
         ("client", ["call", 2, 1.0, 64, {"type": "ask", "text": "who"}]),
-        ("server", ["item", 1, {"type": "answer", "index": 7}]),
+        ("server", ["items", [1, 2, 1], [{"type": "answer", "index": index} for index in (7, 300, 8)]]),
         ("server", ["end", 1]),
         ("server", ["failed", 2, OVERLOADED]),
         ("client", ["call", 3, 1.0, 1, {"type": "ask", "text": "x"}]),
@@ -137,7 +138,8 @@ def test_our_server_answers_recorded_bytes_with_recorded_bytes():
                 server.accept()
         calls = [event.call_id for event in events if isinstance(event, CallReceived)]
         if calls == [1, 2]:
-            server.send_item(1, {"type": "answer", "index": 7})
+            for call_id, index in ((1, 7), (2, 300), (1, 8)):
+                server.send_item(call_id, {"type": "answer", "index": index})
             server.end(1)
             server.fail(2, Overloaded("full", retry_after_s=1.5))
         if calls == [1, 2, 3]:
@@ -161,12 +163,21 @@ class ForeignClient:
             if (message := msgpack.unpackb(body)) != ["ping"]:
                 return body, message
 
+    def receive_items(self, num_items: int) -> list[tuple[int, dict]]:
+        """Call and body of the next items, in as many frames as they come in."""
+        items: list[tuple[int, dict]] = []
+        while len(items) < num_items:
+            _, (tag, call_ids, bodies) = self.receive()
+            assert tag == "items"
+            items += zip(call_ids, bodies, strict=True)
+        return items
+
     def send(self, message) -> None:
         self._sock.sendall(frame(message))
 
     def authenticate(self) -> dict:
         identity = {"name": "other", "role": "store", "incarnation": "z", "fingerprint": None}
-        ours = ["hello", 1, identity, os.urandom(32)]
+        ours = ["hello", 2, identity, os.urandom(32)]
         self.send(ours)
         our_body, (their_body, theirs) = msgpack.packb(ours), self.receive()
         self.send(["proof", mac(b"client", our_body, their_body)])
@@ -194,17 +205,18 @@ async def test_a_client_written_from_the_document_alone_can_call(peers):
         client = ForeignClient(address)
         assert client.authenticate()["name"] == DECODE.name
         client.send(["call", 1, 5.0, 2, {"type": "count", "num_items": 3}])
-        answers = [client.receive()[1] for _ in range(2)]
+        items = client.receive_items(2)
         client.send(["credit", 1, 1])
-        answers += [client.receive()[1] for _ in range(2)]
+        items += client.receive_items(1)
+        answers = [client.receive()[1]]
         client.send(["call", 7, 5.0, 1, {"type": "hang"}])
         client.send(["cancel", 7])
         answers.append(client.receive()[1])
         client.send(["close", None])
         client.close()
-        return answers
+        return items, answers
 
-    *items, end, failed = await asyncio.to_thread(talk)
-    assert items == [["item", 1, {"type": "number", "index": index, "filling": b""}] for index in range(3)]
+    items, (end, failed) = await asyncio.to_thread(talk)
+    assert items == [(1, {"type": "number", "index": index, "filling": b""}) for index in range(3)]
     assert end == ["end", 1]
     assert (failed[:2], failed[2]["kind"]) == (["failed", 7], "Cancelled")

@@ -5,13 +5,14 @@ import contextlib
 import random
 
 import pytest
-from transport_paths import PATHS, inproc_pair, shm_pair, tcp_pair
+from transport_paths import inproc_pair, shm_pair, tcp_pair
 
 from kv_transport.inproc_faults import FaultPlan
 from pd_core.errors import DeadlineExceeded, TransferError
 
 NUM_BLOCKS = 48
 SOCKET_PAIRS = {"tcp": tcp_pair, "shm": shm_pair}
+"""UCX takes longer to connect than the connections live here; it is in test_transport_chaos."""
 ALL_FAULTS = {
     "delay": 0.2,
     "stall": 0.1,
@@ -75,7 +76,7 @@ async def disturb(pair, generator: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*SOCKET_PAIRS, "inproc"])
 async def test_whatever_happens_every_verified_block_equals_its_source_and_no_permit_is_left(path, seed):
     generator = random.Random(seed)
     if path in SOCKET_PAIRS:

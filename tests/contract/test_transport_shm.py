@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from transport_parts import (
 from transport_paths import shm_pair
 from waiting import until
 
+from kv_transport.digest import BlockDigests, block_digest
 from kv_transport.shm import socket_name
 from kv_transport.shm_receiver import ShmBlockReceiver
 from kv_transport.shm_sender import ShmBlockSender
@@ -73,8 +75,31 @@ async def test_a_cancelled_push_waits_for_a_copy_that_is_nearly_done_and_keeps_i
         with pytest.raises(asyncio.CancelledError):
             await push
         await arrivals.until(lambda a: a.verified == {0, 1, 2})
-        await pair.push(pair.ticket([0]), [0], [0])
+        await pair.push(pair.late_ticket([0]), [0], [0])
         assert pair.receiver.connections == [connection]
+
+
+async def test_a_cancelled_push_returns_only_when_no_thread_makes_a_digest_of_its_blocks(monkeypatch):
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def slow_digest(block):
+        is_inside.set()
+        may_end.wait(5.0)
+        return block_digest(block)
+
+    monkeypatch.setattr("kv_transport.digest.block_digest", slow_digest)
+    async with shm_pair(4, options=QUICK) as pair:
+        ticket, arrivals = pair.open([3, 1])
+        digests = BlockDigests([pair.source.block(0), pair.source.block(1)], [0, 1])
+        push = asyncio.ensure_future(pair.sender.push(ticket, [0, 1], [0, 1], digests, 5.0))
+        await until(is_inside.is_set)
+        push.cancel()
+        await asyncio.sleep(2 * QUICK.withdraw_s)
+        assert not push.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert arrivals.verified == set()
 
 
 async def test_the_deadline_of_a_push_counts_while_the_copy_takes_long():
@@ -135,7 +160,8 @@ async def test_a_stopped_sender_process_delays_nothing_and_can_never_change_a_by
 
 async def test_a_sender_process_that_is_killed_in_mid_copy_leaves_nothing_of_its_pool():
     async with shm_pair(64) as pair:
-        await pair.push(pair.ticket([0]), [0], [0])
+        await pair.receiver.close_ticket(pair.open([0])[0].ref)
+        await pair.push(pair.late_ticket([0]), [0], [0])
         (ours,) = pair.receiver.connections
         num_files, num_maps = num_open_files(), num_pool_maps()
         for _ in range(3):

@@ -17,14 +17,16 @@ from transport_parts import LAYOUT, SHM_OPTIONS, num_open_files, transport_threa
 from transport_paths import connect_shm_writer, shm_pair
 from waiting import until
 
+from kv_transport.doorbell_frames import encode
 from kv_transport.shm import socket_name
-from kv_transport.shm_frames import Attach, Doorbell, encode
+from kv_transport.shm_frames import Attach, Doorbell
+from pd_rpc.frames import WIRE_VERSION
 
 FAST = msgspec.structs.replace(SHM_OPTIONS, handshake_s=0.2, frame_silence_s=0.2, max_connections=3)
 HEADER = struct.Struct(">4sHII")
 
 
-def frame(body: bytes, *, magic=b"KVRP", version=1, num_bytes=None, crc=None) -> bytes:
+def frame(body: bytes, *, magic=b"KVRP", version=WIRE_VERSION, num_bytes=None, crc=None) -> bytes:
     length = len(body) if num_bytes is None else num_bytes
     return HEADER.pack(magic, version, length, zlib.crc32(body) if crc is None else crc) + body
 
@@ -40,7 +42,7 @@ WRONG_BYTES = {
     "garbage": random.Random(1).randbytes(4096),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "magic of tcp frames": frame(GOOD, magic=b"KVRB"),
-    "later version": frame(GOOD, version=2),
+    "later version": frame(GOOD, version=WIRE_VERSION + 1),
     "body of 4 GiB": frame(b"", num_bytes=2**32 - 1),
     "body just too long": frame(b"", num_bytes=64 * 1024 + 1),
     "damaged body": frame(GOOD, crc=zlib.crc32(GOOD) ^ 1),
@@ -124,7 +126,9 @@ async def test_a_doorbell_that_stops_in_the_middle_or_drips_is_given_up_after_th
 
 async def test_a_peer_that_never_reads_what_it_is_told_is_given_up():
     async with shm_pair(2, options=FAST) as pair:
-        bells = memoryview(encode(Doorbell(1, pair.ticket([0]).ref, [0], [0], [1])) * 100_000)
+        pair.open([0, 1])
+        late = pair.late_ticket([0]).ref
+        bells = memoryview(b"".join(encode(Doorbell(number, late, [0], [0], [1])) for number in range(1, 100_000)))
         with await asyncio.to_thread(connect_shm_writer, pair.receiver, pair.source) as sock:
             sock.setblocking(False)
             while pair.receiver.connections and bells:

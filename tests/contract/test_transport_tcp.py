@@ -28,7 +28,7 @@ from waiting import until
 from kv_transport.tcp import DATA_KIND
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
-from pd_core.errors import ConfigError, DeadlineExceeded, InvalidTransition, TransferError
+from pd_core.errors import ConfigError, DeadlineExceeded, InvalidTransition, TransferError, Unreachable
 from pd_core.ticket import TransportAddress
 from pd_rpc.blocking import authenticate_blocking_as_server
 
@@ -80,7 +80,7 @@ async def test_all_that_wait_for_an_unreachable_destination_hear_of_it_together(
         mute = msgspec.structs.replace(pair.ticket([0]), addresses=[address])
         started_s = time.monotonic()
         results = await asyncio.gather(*(pair.push(mute, [0], [1]) for _ in range(4)), return_exceptions=True)
-        assert all(type(result) is TransferError for result in results)
+        assert all(type(result) is Unreachable for result in results)
         assert time.monotonic() - started_s < 1.5
 
 
@@ -201,8 +201,8 @@ async def test_more_pushes_than_the_queue_holds_wait_their_turn():
     async with tcp_pair(40) as pair:
         ticket, arrivals = pair.open(list(range(40)))
         await asyncio.gather(*(pair.push(ticket, [index], [index]) for index in range(40)))
-        (channel,) = pair.sender._channels.values()
-        assert channel.room._value == OPTIONS.max_queued_pushes
+        (group,) = pair.sender._groups.values()
+        assert group.room._value == OPTIONS.max_queued_pushes
         await arrivals.until(lambda a: len(a.verified) == 40)
 
 

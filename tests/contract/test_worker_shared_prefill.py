@@ -53,8 +53,6 @@ class PrefillRecorder:
         self._engine = engine
         self.holds: Callable[[Sequence[SequenceStep]], bool] = nobody
         self.shapes: list[list[tuple[int, int]]] = []
-        self.published: list[list[int]] = []
-        self.adopted: list[list[int]] = []
         self.is_picky = False
         self.was_cancelled = False
 
@@ -71,12 +69,6 @@ class PrefillRecorder:
         if self.is_picky and any(BAD_TOKEN in step.tokens for step in steps):
             raise EngineError("a bad row")
         return self._engine.step(steps, is_cancelled)
-
-    def publish(self, block_ids: Sequence[int]) -> None:
-        self.published.append(list(block_ids))
-
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        self.adopted.append(list(block_ids))
 
 
 def engine_of(worker: Any) -> PrefillRecorder:
@@ -188,16 +180,6 @@ async def test_a_step_is_given_up_when_all_its_prompts_are() -> None:
         await rig.wait_idle(within_s=1.0)
         assert engine.was_cancelled
         assert await outcome_of(rig.run(make_request("next", 8, 4))) is None
-
-
-async def test_blocks_are_published_before_they_are_pushed_and_adopted_before_they_are_decoded() -> None:
-    async with rig_of() as rig:
-        run = rig.run(make_request("r", 2 * CHUNK_TOKENS + 5, 4))
-        assert await outcome_of(run) is None
-        assert [len(block_ids) for block_ids in engine_of(rig.prefill).published] == [2, 2, 1]
-        assert run.ticket is not None
-        assert engine_of(rig.decode).adopted == [run.ticket.block_ids]
-        assert engine_of(rig.prefill).adopted == engine_of(rig.decode).published == []
 
 
 async def test_a_short_prompt_beside_a_long_one_has_its_first_token_within_two_chunks() -> None:

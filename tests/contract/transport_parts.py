@@ -15,6 +15,7 @@ from kv_transport.digest import block_digest
 from kv_transport.interface import BlocksArrived, ReceiverEvent, WriterStopped
 from kv_transport.shm import ShmOptions
 from kv_transport.tcp import TcpOptions
+from kv_transport.ucx import UcxOptions
 from pd_core.layout import BlockLayout, Fingerprint
 from pd_core.ticket import Ticket, TicketRef
 from pd_engine.scratch import ScratchMemory
@@ -34,9 +35,22 @@ SHM_OPTIONS = ShmOptions(
     handshake_s=1.0, max_frame_blocks=3, frame_silence_s=3.0, grace_s=GRACE_S, max_queued_pushes=4, withdraw_s=2.0
 )
 
+UCX_OPTIONS = UcxOptions(
+    handshake_s=5.0, max_frame_bytes=3 * LAYOUT.block_bytes, frame_silence_s=3.0, grace_s=GRACE_S, max_queued_pushes=4
+)
+
 
 def identity(role: str, fingerprint: Fingerprint | None = FINGERPRINT) -> PeerIdentity:
     return PeerIdentity(f"{role}-0", role, "boot", fingerprint)
+
+
+def sized_identity(role: str, block_bytes: int) -> PeerIdentity:
+    """Of pools with blocks of so many bytes, a multiple of 32."""
+    if block_bytes == LAYOUT.block_bytes:
+        return identity(role)
+    layout = BlockLayout("plain", num_layers=1, num_kv_heads=1, head_dim=block_bytes // 32, dtype="uint8")
+    assert layout.block_bytes == block_bytes
+    return identity(role, changed(FINGERPRINT, layout=layout))
 
 
 class Filled:
@@ -109,13 +123,21 @@ class Pair:
         ref = TicketRef(f"ticket-{epoch}", "boot", epoch, 0)
         return Ticket(ref, f"request-{epoch}", 0, block_ids, 3.0, "127.0.0.1", 1, self.receiver.addresses)
 
-    def open(self, block_ids: list[int]) -> tuple[Ticket, Arrivals]:
-        ticket, arrivals = self.ticket(block_ids), Arrivals()
+    def open(self, block_ids: list[int], *, with_digests: bool = True) -> tuple[Ticket, Arrivals]:
+        ticket, arrivals = msgspec.structs.replace(self.ticket(block_ids), with_digests=with_digests), Arrivals()
         self.receiver.open_ticket(ticket, arrivals)
         return ticket, arrivals
 
+    def late_ticket(self, block_ids: list[int]) -> Ticket:
+        """One that was over before any other was issued. Another must have been opened."""
+        ticket = self.ticket(block_ids)
+        return msgspec.structs.replace(ticket, ref=msgspec.structs.replace(ticket.ref, epoch=0))
+
     async def push(self, ticket: Ticket, indices: list[int], block_ids: list[int], deadline_s: float = 5.0):
-        return await self.sender.push(ticket, indices, block_ids, self.source.digests(block_ids), deadline_s)
+        return await self.sender.push(ticket, indices, block_ids, self.digests_for(ticket, block_ids), deadline_s)
+
+    def digests_for(self, ticket: Ticket, block_ids: list[int]) -> list[int]:
+        return self.source.digests(block_ids) if ticket.with_digests else []
 
     def received(self, ticket: Ticket) -> list[bytes]:
         return [bytes(self.target.block(block_id)) for block_id in ticket.block_ids]

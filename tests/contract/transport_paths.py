@@ -17,21 +17,25 @@ from transport_parts import (
     OPTIONS,
     SECRET,
     SHM_OPTIONS,
+    UCX_OPTIONS,
     ByteMemory,
     Pair,
     SharedMemory,
     identity,
     num_open_files,
     num_pool_maps,
+    sized_identity,
     transport_threads,
 )
+from ucx_writer import UcxWriter
 from waiting import until
 
+from kv_transport.doorbell_frames import encode
 from kv_transport.inproc import InprocBlockReceiver, InprocBlockSender, InprocNetwork
 from kv_transport.inproc_faults import FaultPlan
 from kv_transport.shm import DATA_KIND as SHM_KIND
 from kv_transport.shm import ShmOptions, socket_name
-from kv_transport.shm_frames import Attach, Doorbell, encode
+from kv_transport.shm_frames import Attach, Doorbell
 from kv_transport.shm_pool import copy_block
 from kv_transport.shm_receiver import ShmBlockReceiver
 from kv_transport.shm_sender import ShmBlockSender
@@ -39,9 +43,14 @@ from kv_transport.tcp import DATA_KIND, TcpOptions
 from kv_transport.tcp_frames import encode_frame_start
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
+from kv_transport.ucx import UcxOptions
+from kv_transport.ucx_receiver import UcxBlockReceiver
+from kv_transport.ucx_sender import UcxBlockSender
+from pd_core.errors import TransferError
 from pd_core.layout import Fingerprint
 from pd_core.ticket import Ticket
 from pd_rpc.blocking import authenticate_blocking_as_client
+from pd_rpc.tls import Tls
 
 
 def connect_writer(receiver: TcpBlockReceiver, fingerprint: Fingerprint | None = FINGERPRINT) -> socket.socket:
@@ -60,13 +69,17 @@ async def tcp_pair(
     options: TcpOptions = OPTIONS,
     sender_fingerprint: Fingerprint = FINGERPRINT,
     sender_secret: bytes = SECRET,
+    connections: int | None = None,
+    receiver_tls: Tls | None = None,
+    sender_tls: Tls | None = None,
 ) -> AsyncIterator[Pair]:
     num_files = num_open_files()
     source, target = ByteMemory(num_blocks), ByteMemory(num_blocks)
     source.fill(random.Random(7))
-    receiver = TcpBlockReceiver(target, identity("decode"), SECRET, host=host, options=options)
+    receiver = TcpBlockReceiver(target, identity("decode"), SECRET, host=host, options=options, tls=receiver_tls)
     await receiver.start()
-    sender = TcpBlockSender(source, identity("prefill", sender_fingerprint), sender_secret, options=options)
+    prefill = identity("prefill", sender_fingerprint)
+    sender = TcpBlockSender(source, prefill, sender_secret, connections=connections, options=options, tls=sender_tls)
     pair = Pair(source, target, receiver, sender)
     try:
         yield pair
@@ -186,6 +199,36 @@ async def shm_pair(
     assert num_pool_maps() == 0
 
 
+@asynccontextmanager
+async def ucx_pair(
+    num_blocks: int,
+    *,
+    options: UcxOptions = UCX_OPTIONS,
+    sender_fingerprint: Fingerprint | None = None,
+    sender_secret: bytes = SECRET,
+    block_bytes: int = LAYOUT.block_bytes,
+    host: str = "127.0.0.1",
+) -> AsyncIterator[Pair]:
+    source, target = ByteMemory(num_blocks, block_bytes), ByteMemory(num_blocks, block_bytes)
+    source.fill(random.Random(7))
+    num_files = num_open_files()
+    ours, theirs = sized_identity("decode", block_bytes), sized_identity("prefill", block_bytes)
+    if sender_fingerprint is not None:
+        theirs = identity("prefill", sender_fingerprint)
+    receiver = UcxBlockReceiver(target, ours, SECRET, host=host, options=options)
+    await receiver.start()
+    sender = UcxBlockSender(source, theirs, sender_secret, host=host, options=options)
+    pair = Pair(source, target, receiver, sender)
+    try:
+        yield pair
+    finally:
+        await sender.close()
+        await receiver.close()
+    assert receiver.reception.permits.num_permits == 0
+    assert transport_threads() == []
+    assert num_open_files() <= num_files
+
+
 class TcpPath:
     """How the contract tests make pairs over tcp, and writers that stop half-way."""
 
@@ -199,7 +242,7 @@ class TcpPath:
     async def writer_in_mid_frame(pair: Pair, ticket: Ticket, block_ids: list[int]) -> AsyncIterator[Callable]:
         """A writer that has sent half a frame of all `block_ids`; what is given sends the rest, if it still can."""
         sock = await asyncio.to_thread(connect_writer, pair.receiver)
-        digests = pair.source.digests(block_ids)
+        digests = pair.digests_for(ticket, block_ids)
         start = encode_frame_start(ticket.ref, range(len(block_ids)), digests, LAYOUT.block_bytes)
         frame = start + b"".join(pair.sent(block_ids))
         half = len(start) + (len(frame) - len(start)) // 2
@@ -237,7 +280,7 @@ class InprocPath:
     async def writer_in_mid_frame(pair: Pair, ticket: Ticket, block_ids: list[int]) -> AsyncIterator[Callable]:
         slow = FaultPlan(random.Random(1), stall=1.0, stall_s=30.0)
         sender = InprocBlockSender(pair.receiver._network, pair.source, FINGERPRINT, faults=slow)
-        digests = pair.source.digests(block_ids)
+        digests = pair.digests_for(ticket, block_ids)
         push = asyncio.ensure_future(sender.push(ticket, range(len(block_ids)), block_ids, digests, 60.0))
         await _until_inside(pair, ticket)
 
@@ -266,7 +309,7 @@ class ShmPath:
         """One block and a half have been copied; what is given lets the copy go on, if it still can."""
         sock = await asyncio.to_thread(connect_shm_writer, pair.receiver, pair.source)
         pair.copies.stall(pair, ticket)
-        digests = pair.source.digests(block_ids)
+        digests = pair.digests_for(ticket, block_ids)
         sock.sendall(encode(Doorbell(1, ticket.ref, list(range(len(block_ids))), block_ids, digests)))
         await _until_inside(pair, ticket)
 
@@ -280,7 +323,41 @@ class ShmPath:
             pair.copies.go_on()
 
 
-PATHS = {"tcp": TcpPath, "shm": ShmPath, "inproc": InprocPath}
+class UcxPath:
+    """The same over UCX, where a block is sent whole or not at all."""
+
+    name = "ucx"
+    whole_in_mid_frame = frozenset({0})
+    pair = staticmethod(ucx_pair)
+    rough_pair = staticmethod(ucx_pair)
+
+    @staticmethod
+    @asynccontextmanager
+    async def writer_in_mid_frame(pair: Pair, ticket: Ticket, block_ids: list[int]) -> AsyncIterator[Callable]:
+        """The first block has been sent; what is given sends the others, if it still can."""
+        writer = await asyncio.to_thread(lambda: UcxWriter(pair.receiver).attach())
+        first_tag = writer.next_tag
+        digests = pair.digests_for(ticket, block_ids)
+        ready = await asyncio.to_thread(writer.ring, ticket.ref, digests, len(block_ids))
+        assert ready.wanted == list(range(len(block_ids)))
+        writer.send(bytes(pair.source.block(block_ids[0])), first_tag)
+        await asyncio.to_thread(writer.let_ucx_work)
+
+        async def send_rest() -> None:
+            for place, block_id in enumerate(block_ids[1:], 1):
+                try:
+                    writer.send(bytes(pair.source.block(block_id)), first_tag + place)
+                except TransferError:
+                    break  # it was cut off: what the tests are about
+            await asyncio.to_thread(writer.rest)
+
+        try:
+            yield send_rest
+        finally:
+            await asyncio.to_thread(writer.close)
+
+
+PATHS = {"tcp": TcpPath, "shm": ShmPath, "ucx": UcxPath, "inproc": InprocPath}
 
 
 async def _until_inside(pair: Pair, ticket: Ticket) -> None:

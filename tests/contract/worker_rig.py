@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import msgspec
+from known_ucx import known_ucx
 from waiting import until
 
 from decode_worker.worker import DecodeWorker
+from kv_transport import paths
+from kv_transport.choice import RoutedSender
 from kv_transport.inproc import InprocBlockReceiver, InprocBlockSender, InprocNetwork
 from kv_transport.inproc_faults import FaultPlan
-from kv_transport.interface import BlockReceiver, BlockSender
-from kv_transport.tcp_receiver import TcpBlockReceiver
-from kv_transport.tcp_sender import TcpBlockSender
+from kv_transport.interface import BlockReceiver
 from pd_core.config import Config, DecodeConfig, PrefillConfig, TransferConfig
 from pd_core.engine import Engine
 from pd_core.errors import KvrelayError, TokenMismatch
@@ -47,6 +48,8 @@ from pd_rpc.wire import PeerIdentity
 from pd_worker.memory import PoolMemory
 from prefill_worker.worker import PrefillWorker
 
+HANDOFF_PATHS = ("shm", "ucx", "tcp", "inproc")
+"""Ways that the KV of a handoff can take on this machine."""
 SECRET = b"a secret of the tests, long enough"
 ROUTER = PeerIdentity("router", "router", "router-boot")
 CALL_S = 10.0
@@ -287,6 +290,7 @@ async def workers(
 ) -> AsyncIterator[Rig]:
     """Both workers, started and connected; stopped at the end.
 
+    path:  "inproc", or what `transfer.path` may be
     trick: given each engine, the one that the worker gets
 
     When the block ends and its router has left, every block of both pools must come back without a stop: a test of
@@ -295,6 +299,8 @@ async def workers(
     config = config or small_config()
     times = times or Times()
     network = InprocNetwork()
+    transfer = config.transfer if path == "inproc" else msgspec.structs.replace(config.transfer, path=path)
+    config = msgspec.structs.replace(config, transfer=transfer)
     assert config.prefill.num_blocks is not None
     assert config.decode.num_blocks is not None
     prefill_memory = PoolMemory(config.prefill.num_blocks, FAKE_LAYOUT.block_bytes)
@@ -310,15 +316,18 @@ async def workers(
     )
     decode_engine = FakeEngine(DECODE_FACTOR, decode_memory, step_s=times.decode_step_s, context_tokens=CONTEXT_TOKENS)
 
-    def make_sender(memory: BlockMemory, identity: PeerIdentity) -> BlockSender:
-        if path == "tcp":
-            return TcpBlockSender(memory, identity, SECRET)
-        return InprocBlockSender(network, memory, prefill_engine.fingerprint, faults=faults)
+    def make_sender(_: BlockMemory, identity: PeerIdentity) -> RoutedSender:
+        if path == "inproc":
+            sender = InprocBlockSender(network, prefill_memory, prefill_engine.fingerprint, faults=faults)
+            return RoutedSender({path: sender})
+        with known_ucx():
+            return paths.make_sender(prefill_memory, identity, SECRET, transfer)
 
-    def make_receiver(memory: BlockMemory, identity: PeerIdentity) -> BlockReceiver:
-        if path == "tcp":
-            return TcpBlockReceiver(memory, identity, SECRET, host="127.0.0.1")
-        return InprocBlockReceiver(network, memory, decode_engine.fingerprint, grace_s=0.05)
+    def make_receiver(_: BlockMemory, identity: PeerIdentity) -> BlockReceiver:
+        if path == "inproc":
+            return InprocBlockReceiver(network, decode_memory, decode_engine.fingerprint, grace_s=0.05)
+        with known_ucx():
+            return paths.make_receiver(decode_memory, identity, SECRET, transfer)
 
     prefill = PrefillWorker(
         name="prefill-0",

@@ -37,7 +37,12 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "promised"),
-    [("router", "router_cpu_per_token_16_streams"), ("ttft", "ttft_2048_added")],
+    [
+        ("router", "router_cpu_per_token_16_streams"),
+        ("ttft", "ttft_2048_added"),
+        ("transfer", "shm_100_blocks_of_bare"),
+        ("handoff", "tcp_exposed_4000_beyond_limit"),
+    ],
 )
 def test_a_bench_over_a_fake_cluster_yields_a_valid_report(command, home, name, promised):
     result = subprocess.run([*command, name], env=home, capture_output=True, text=True, timeout=110, check=False)

@@ -20,7 +20,8 @@ from pd_worker.memory import PoolMemory
 
 CHUNK_TOKENS = 96
 """For REF: another chunk size than the cluster's, because it must not matter."""
-TURN_S = 120.0
+TURN_S = 900.0
+"""All conversations begin within seconds, so the last in line waits for nearly all the others' answers."""
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.02, seed=20_177),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from decode_worker.worker import DecodeWorker
+from kv_transport.choice import RoutedSender
 from kv_transport.tcp_receiver import TcpBlockReceiver
 from kv_transport.tcp_sender import TcpBlockSender
 from pd_core.config import Config, parse_config
@@ -64,7 +65,7 @@ class Rig:
             config=config,
             engine=self.engines[0],
             memory=self.memories[0],
-            transport=lambda memory, identity: TcpBlockSender(memory, identity, SECRET),
+            transport=lambda memory, identity: RoutedSender({"tcp": TcpBlockSender(memory, identity, SECRET)}),
         )
         self.decode = DecodeWorker(
             name="decode-0",

@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.child_process import child_process
 from load_tests.clusters import RunningCluster, WorkerProcess
 from load_tests.engine_client import engine_process
 from load_tests.gateway import Gateway
 from load_tests.lab import changed
 from load_tests.request_timeline import Chunk, Prefill, Transfer
 from load_tests.streams import running_streams, wait_first_ended
-from load_tests.transfer_bench import PROGRAM as TRANSFER_TARGET
-from load_tests.transfer_bench import TransferSource
 from pd_core.config import Config, ModelConfig
 from pd_core.errors import ConfigError, DeadlineExceeded, EngineError, ProtocolError, Unavailable
 
@@ -204,13 +201,3 @@ def test_a_bench_changes_only_the_fields_that_it_names():
     assert (config.prefill.num_workers, config.decode.num_blocks) == (0, 16)
     assert config.prefill.chunk_tokens == Config().prefill.chunk_tokens
     assert config.router == Config().router
-
-
-async def test_blocks_go_over_every_path_between_two_processes():
-    async with child_process(TRANSFER_TARGET, [0]) as child:
-        source = await TransferSource.start(child)
-        try:
-            assert source.paths == ["shm", "tcp"]
-            assert [await source.measure(path, 8) > 0 for path in source.paths] == [True, True]
-        finally:
-            await source.close()

@@ -14,7 +14,7 @@ from load_tests.report_table import as_table
 MACHINE = Machine(processor="abacus", cores=[0, 1], memory_bytes=1 << 30, kernel="6.1", busy_percent=3.2)
 
 
-def report(*checks: Check, error: str | None = None) -> Report:
+def report(*checks: Check, error: str | None = None, notes: tuple[str, ...] = ()) -> Report:
     return Report(
         name="speed",
         machine=MACHINE,
@@ -23,6 +23,7 @@ def report(*checks: Check, error: str | None = None) -> Report:
         took_s=12.345678912,
         checks=list(checks),
         error=error,
+        notes=list(notes),
     )
 
 
@@ -90,3 +91,10 @@ def test_the_table_shows_value_target_and_verdict_and_ends_with_what_was_missed(
 
 def test_the_table_of_a_bench_that_broke_off_says_why():
     assert as_table(report(error="no cluster")).splitlines()[-1] == "did not come to its end: no cluster"
+
+
+def test_what_could_not_be_measured_stands_in_the_table_and_is_no_miss():
+    shown = report(single("a", 1.0, "", "higher", 1.0), notes=("no figures of nixl: it is not installed",))
+    assert as_table(shown).splitlines()[-2:] == ["no figures of nixl: it is not installed", "all 1 targets reached"]
+    assert json.loads(to_json(shown))["notes"] == ["no figures of nixl: it is not installed"]
+    assert shown.is_ok

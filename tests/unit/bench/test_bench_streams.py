@@ -9,7 +9,7 @@ import pytest
 
 from load_tests.completion_stream import CompletionStream, TokenArrival, moments_so_far, parse_stream, text_moments
 from load_tests.fairness_bench import FairnessRounds, full_chunks_s
-from load_tests.handoff_bench import HandoffSamples, exposed_ms
+from load_tests.handoff_bench import HandoffSamples, exposed_ms, last_chunk
 from load_tests.http_reply import Piece, Reply
 from load_tests.mixed_bench import checks_of as mixed_checks
 from load_tests.mixed_bench import measure_round
@@ -17,6 +17,7 @@ from load_tests.request_timeline import Chunk, Prefill, RequestTimeline, Transfe
 from load_tests.serving_bench import common_steps
 from load_tests.ttft_bench import checks_of as ttft_checks
 from pd_core.errors import ProtocolError, Unavailable
+from pd_core.layout import blocks_for
 
 
 def choice(text: str, ids: list[int] | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -94,9 +95,15 @@ def test_what_the_cluster_adds_is_compared_pair_by_pair():
     assert added.ok is True
 
 
+def handoff(path: str, milliseconds: float, *chunks: tuple[int, int], num_bytes: int = 1) -> RequestTimeline:
+    """chunks: their start and number of tokens"""
+    prefill = Prefill([Chunk(start, num_tokens, 1.0) for start, num_tokens in chunks])
+    return RequestTimeline(prefill, Transfer(path, num_bytes, milliseconds))
+
+
 def test_an_exposed_handoff_counts_only_over_the_path_that_was_asked_for():
-    assert exposed_ms(RequestTimeline(transfer=Transfer("shm", 1, 2.5)), "shm") == 2.5
-    for wrong in (RequestTimeline(transfer=Transfer("tcp", 1, 2.5)), RequestTimeline()):
+    assert exposed_ms(handoff("shm", 2.5), "shm") == 2.5
+    for wrong in (handoff("tcp", 2.5), RequestTimeline()):
         with pytest.raises(ProtocolError):
             exposed_ms(wrong, "shm")
 
@@ -104,10 +111,40 @@ def test_an_exposed_handoff_counts_only_over_the_path_that_was_asked_for():
 def test_each_path_batch_and_prompt_has_a_check_with_the_target_of_its_path():
     samples = HandoffSamples()
     for milliseconds in (4.0, 6.0, 5.0):
-        samples.add("shm", 4, {64: milliseconds})
-        samples.add("tcp", 4, {64: milliseconds})
+        samples.add("shm", 4, {64: handoff("shm", milliseconds)})
+        samples.add("tcp", 4, {64: handoff("tcp", milliseconds)})
     checks = {check.name: (check.value, check.target, check.ok) for check in samples.checks()}
     assert checks == {"shm_exposed_64_batch_4": (5.0, 5.0, True), "tcp_exposed_64_batch_4": (5.0, 15.0, True)}
+
+
+@pytest.mark.parametrize(("wire_ms", "beyond_ms"), [(2.0, -0.5), (1.0, 0.5)])
+def test_the_exposed_handoff_may_be_half_the_wire_time_and_three_milliseconds_above_the_wire_time(wire_ms, beyond_ms):
+    samples = HandoffSamples()
+    for exposed, wire in ((5.5, wire_ms), (50.0, 31.0), (4.5, wire_ms)):
+        samples.add("tcp", 0, {512: handoff("tcp", exposed), 64: handoff("tcp", 1.0)})
+        samples.add("tcp", 4, {512: handoff("tcp", 99.0)})
+        samples.add_wire({512: wire})
+    checks = {check.name: check for check in samples.checks()}
+    assert checks["tcp_wire_512"].value == wire_ms
+    judged = checks["tcp_exposed_512_beyond_limit"]
+    assert (judged.value, judged.target, judged.ok) == (beyond_ms, 0.0, beyond_ms <= 0)
+    assert "tcp_wire_64" not in checks
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_blocks"),
+    [([(0, 256), (256, 256)], 16), ([(0, 256), (256, 1)], 1), ([(3840, 160)], 10), ([(0, 17)], 2)],
+)
+def test_the_last_chunk_has_the_blocks_that_it_filled_and_no_others(chunks, num_blocks):
+    num_all = blocks_for(sum(chunks[-1]))
+    shape = last_chunk(handoff("tcp", 1.0, *chunks, num_bytes=num_all * 368_640))
+    assert (shape.num_blocks, shape.block_bytes) == (num_blocks, 368_640)
+
+
+def test_a_timeline_without_chunks_has_no_last_one():
+    for wrong in (handoff("tcp", 1.0), RequestTimeline(), RequestTimeline(Prefill([Chunk(0, 16, 1.0)]))):
+        with pytest.raises(ProtocolError):
+            last_chunk(wrong)
 
 
 def test_the_short_prompts_p99_may_be_two_chunks_above_that_alone():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from click.testing import CliRunner
@@ -34,7 +35,7 @@ from cluster.ray_runtime import (
     write_private,
 )
 from cluster.stop_signals import StopSignals
-from pd_core.config import Config
+from pd_core.config import Config, TransferConfig
 from pd_core.errors import ConfigError
 from pd_core.messages import WorkerEndpoint
 
@@ -131,6 +132,11 @@ def test_flags_override_the_file(tmp_path, monkeypatch):
 )
 def test_a_wrong_flag_ends_with_status_2(flags):
     assert CliRunner().invoke(kvrelay, ["up", *flags]).exit_code == 2
+
+
+def test_every_path_that_the_config_knows_can_be_asked_for_by_a_flag():
+    [flag] = [option for option in kvrelay.commands["up"].params if option.name == "transfer"]
+    assert set(flag.type.choices) == set(get_args(get_type_hints(TransferConfig)["path"]))
 
 
 def test_the_ready_text_is_one_line_and_a_command_to_paste():

@@ -30,6 +30,22 @@ def test_a_sound_machine_passes(tmp_path):
     check_all(parse_config({"router": {"port": 0}}), tmp_path)
 
 
+def test_an_address_that_workers_could_not_tell_others_is_refused_whatever_its_name(tmp_path, monkeypatch):
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: real(host.replace("all.test", "::"), *a, **k))
+    with pytest.raises(ConfigError) as raised:
+        check_all(parse_config({"router": {"port": 0}, "transfer": {"host": "all.test"}}), tmp_path)
+    assert raised.value.param == "transfer.host"
+    check_all(parse_config({"router": {"port": 0}, "transfer": {"host": "::1"}}), tmp_path)
+
+
+def test_tls_files_are_read_before_anything_is_started(tmp_path):
+    files = {field: str(tmp_path / field) for field in ("certificate", "key", "authority")}
+    with pytest.raises(ConfigError, match="No such file") as raised:
+        check_all(parse_config({"router": {"port": 0}, "tls": files}), tmp_path)
+    assert raised.value.param == "tls.certificate"
+
+
 def test_the_first_party_packages_are_those_of_the_project_file():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]

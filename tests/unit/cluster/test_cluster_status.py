@@ -18,6 +18,7 @@ from cluster.status import (
     BAR_CELLS,
     BAR_MARKS,
     ClusterStatus,
+    Mismatch,
     Throughput,
     Worker,
     bar,
@@ -69,6 +70,12 @@ def test_the_map_shows_workers_load_and_pools():
         "KV from prefill-0 to decode-0: shm",
         "KV from prefill-0 to decode-1: tcp (shm failed, 2 in a row: nobody listens)",
     ]
+
+
+def test_workers_that_can_hand_nothing_over_are_named_with_what_differs():
+    mismatch = Mismatch("prefill-0", "decode-0", "numerics: ours 'a', theirs 'b'")
+    status = ClusterStatus(False, "no pair", running=0, waiting=0, workers=[PREFILL], kv_mismatches=[mismatch])
+    assert render(URL, status).splitlines()[-1] == "no KV from prefill-0 to decode-0: numerics: ours 'a', theirs 'b'"
 
 
 def test_what_is_not_known_is_left_out_and_a_cluster_that_is_not_ready_says_why():

@@ -29,6 +29,12 @@ def test_an_empty_tree_gives_the_defaults_and_the_defaults_are_right() -> None:
         ({"model": {"dtype": "int4"}}, "model.dtype"),
         ({"model": {"fake": {"step_s": -1}}}, "model.fake.step_s"),
         ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
+        ({"transfer": {"tcp_connections": 0}}, "transfer.tcp_connections"),
+        ({"transfer": {"host": "0.0.0.0"}}, "transfer.host"),  # noqa: S104 - refused: nobody can be told it
+        ({"transfer": {"host": "::"}}, "transfer.host"),
+        ({"transfer": {"host": "0:0:0:0:0:0:0:0"}}, "transfer.host"),
+        ({"transfer": {"host": "fe80::1%eth0"}}, "transfer.host"),
+        ({"tls": {"certificate": "/a", "key": "b", "authority": "/c"}}, "tls.key"),
         ({"heartbeat": {"suspect_s": 5.0, "dead_s": 4.0}}, "heartbeat.dead_s"),
         ({"heartbeat": {"interval_s": 3.0}}, "heartbeat.suspect_s"),
     ],
@@ -40,7 +46,21 @@ def test_a_wrong_value_is_refused_by_its_path(tree: dict[str, Any], param: str) 
     assert param in caught.value.message
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.1", "fd00::1", "node-7.cluster.test"])
+def test_an_address_or_a_name_of_one_can_be_told_to_others(host: str) -> None:
+    assert parse_config({"transfer": {"host": host}}).transfer.host == host
+
+
 @pytest.mark.parametrize("tree", [{"decode": {"max_bach": 4}}, {"decoder": {}}, {"model": {"fake": {"speed": 1}}}])
 def test_an_unknown_field_is_refused_by_name(tree: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"max_bach|decoder|speed"):
         parse_config(tree)
+
+
+def test_ucx_that_cannot_be_encrypted_is_refused_together_with_tls_naming_both() -> None:
+    files = {"certificate": "/a", "key": "/b", "authority": "/c"}
+    with pytest.raises(ConfigError, match=r"tls is set, and transfer\.path ucx cannot be encrypted") as caught:
+        parse_config({"transfer": {"path": "ucx"}, "tls": files})
+    assert caught.value.param == "transfer.path"
+    parse_config({"transfer": {"path": "ucx"}})
+    parse_config({"tls": files})

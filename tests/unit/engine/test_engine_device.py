@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -12,13 +13,16 @@ from family_models import CASES, make_model, prompt, their_logits, write_folder
 
 from pd_core.config import parse_config
 from pd_core.engine import SequenceStep
-from pd_core.errors import ConfigError
+from pd_core.errors import ConfigError, EngineError
 from pd_engine.device import CPU, find_device
+from pd_engine.device_copies import CudaCopies, copies_for
 from pd_engine.engine import ModelEngine
 from pd_engine.invariance import InvarianceProof
-from pd_engine.loader import EnginePlan, load_engine, native_spec, plan_engine, promised
+from pd_engine.loader import EnginePlan, load_engine, load_on_device, native_spec, plan_engine, promised
+from pd_engine.pool import DeviceKvPool
 from pd_engine.scratch import ScratchMemory
 from pd_model.folder import ModelFolder, default_cache_dir, open_model
+from pd_worker.memory import PoolMemory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 PROMPT = prompt(100)
@@ -84,12 +88,34 @@ def test_a_trial_without_a_difference_proves_nothing_of_a_cuda_device() -> None:
     assert promised(seen, torch.device("cuda:0")) == seen
 
 
-def on_cuda(folder: ModelFolder, tmp_path: Path, kernel: str = "auto") -> tuple[EnginePlan, ModelEngine, ScratchMemory]:
-    plan = plan_engine(folder, "float32", tmp_path, kernel, "cuda")
-    memory = ScratchMemory(16, plan.layout.block_bytes)
-    engine = load_engine(plan, memory, num_threads=1)
+def test_an_engine_is_loaded_where_it_was_planned(folder: ModelFolder, tmp_path: Path) -> None:
+    plan = plan_engine(folder, "float32", tmp_path, "sdpa")
+    elsewhere = dataclasses.replace(plan, device=torch.device("meta"))
+    memory = ScratchMemory(2, plan.layout.block_bytes)
+    with pytest.raises(EngineError, match="an engine on meta has no pool in memory"):
+        load_engine(elsewhere, memory, num_threads=1)
+    native = plan_engine(folder, "float32", default_cache_dir())
+    with pytest.raises(EngineError, match="the native kernels have their pool in memory, not on cpu"):
+        load_on_device(native, 2, num_threads=1)
+
+
+def test_an_engine_over_a_pool_on_a_device_gives_the_bits_of_one_in_memory(folder: ModelFolder, tmp_path: Path) -> None:
+    plan = plan_engine(folder, "float32", tmp_path, "sdpa")
+    direct = load_engine(plan, ScratchMemory(16, plan.layout.block_bytes), num_threads=1)
+    engine, pool = load_on_device(plan, 16, num_threads=1)
+    assert isinstance(direct, ModelEngine)
     assert isinstance(engine, ModelEngine)
-    return plan, engine, memory
+    steps = [SequenceStep(PROMPT, 0, range(7), None)]
+    assert engine.logits(steps).tobytes() == direct.logits(steps).tobytes()
+    assert (pool.num_blocks, pool.block_bytes) == (16, plan.layout.block_bytes)
+    assert engine.invariance_report()["invariance"] == "bit-exact"
+
+
+def on_cuda(folder: ModelFolder, tmp_path: Path, kernel: str = "auto") -> tuple[EnginePlan, ModelEngine, DeviceKvPool]:
+    plan = plan_engine(folder, "float32", tmp_path, kernel, "cuda")
+    engine, pool = load_on_device(plan, 16, num_threads=1)
+    assert isinstance(engine, ModelEngine)
+    return plan, engine, pool
 
 
 @needs_cuda
@@ -105,18 +131,25 @@ def test_logits_on_cuda_are_those_of_transformers(tmp_path: Path, name: str, ker
 
 
 @needs_cuda
-def test_blocks_go_from_one_cuda_pool_to_another_through_memory(folder: ModelFolder, tmp_path: Path) -> None:
-    plan, engine, memory = on_cuda(folder, tmp_path)
+def test_blocks_go_from_one_cuda_pool_to_another_through_pinned_slots(folder: ModelFolder, tmp_path: Path) -> None:
+    plan, engine, pool = on_cuda(folder, tmp_path)
     expected = engine.logits([SequenceStep(PROMPT, 0, range(7), None)])
-    assert not any(memory.buffer)
-    engine.publish(range(7))
+    memory = PoolMemory(7, plan.layout.block_bytes)  # as a worker's ring: shared, sealed, then pinned
+    copies = copies_for(pool, memory)
+    assert isinstance(copies, CudaCopies)
+    assert torch.frombuffer(memory.buffer, dtype=torch.uint8).is_pinned()
+    copies.start_out(range(7), range(7)).wait()
     _, other, target = on_cuda(folder, tmp_path)
-    target.buffer[:] = memory.buffer
-    other.adopt(range(7))
+    slots = ScratchMemory(7, plan.layout.block_bytes)
+    slots.buffer[:] = memory.buffer
+    into = copies_for(target, slots)
+    into.start_in(range(7), range(7)).wait()
+    assert torch.equal(target.blocks[:7], pool.blocks[:7])
     found = other.logits([SequenceStep(PROMPT[-1:], len(PROMPT) - 1, range(7), None)])
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-    other.publish(range(7))
-    assert bytes(target.block(0)) == bytes(memory.block(0))
+    copies.close()
+    into.close()
+    memory.close()
     assert "cuda" in plan.fingerprint.numerics
     assert engine.invariance_report()["invariance"].startswith("same distribution only")
     assert plan.why is None

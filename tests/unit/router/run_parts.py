@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pd_core.messages import (
@@ -18,6 +18,7 @@ from pd_core.messages import (
 )
 from pd_core.request import GenerateRequest, SamplingParams
 from pd_core.ticket import Ticket, TicketRef
+from pd_core.transfer import PathTransfer
 from router.policy import Placement
 from router.request_run import RequestRun
 from router.step_clock import StepDeadlines
@@ -27,15 +28,19 @@ PLACEMENT = Placement("p0", "d0", "because")
 ON_ONE = Placement(None, "d0", "because")
 STEPS = StepDeadlines(reserve_s=5, first_token_s=60, prompt_token_s=0.1, next_token_s=30, linger_s=0.05)
 COMMITTED = HandoffCommitted("tcp", 1, 100, 0.1)
-DONE = PrefillDone([ChunkDone(0, 20, 0.0, 0.1)], 0.1, 0.1, 100, 0.05)
+DONE = PrefillDone([ChunkDone(0, 20, 0.0, 0.1)], 0.1, 0.1, [PathTransfer("tcp", 100, 0.05)])
 
 
 class Stream:
-    """What a worker says on one leg, put in by the test; an exception is raised, None ends it."""
+    """What a worker says on one leg, put in by the test; an exception is raised, None ends it.
+
+    take: where messages go, also such that are under way while the leg is closed; None before it is read
+    """
 
     def __init__(self, body: StartDecode | StartBoth | StartPrefill) -> None:
         self.body = body
         self.is_open = True
+        self.take: Callable[[Any], bool] | None = None
         self.say_when_closed: Exception | None = None
         self._said: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -44,6 +49,7 @@ class Stream:
             self._said.put_nowait(message)
 
     async def for_each(self, take: Callable[[Any], bool]) -> None:
+        self.take = take
         while (message := await self._said.get()) is not None:
             if isinstance(message, Exception):
                 raise message
@@ -64,6 +70,7 @@ class Host:
         self.worker_progress_s = 0.0
         self.refused_by: list[str] = []
         self.num_ended = 0
+        self.sent: list[PathTransfer] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     def now_s(self) -> float:
@@ -111,6 +118,9 @@ class Host:
 
     def token_given(self, gap_s: float | None) -> None:
         pass
+
+    def kv_sent(self, transfers: Sequence[PathTransfer]) -> None:
+        self.sent += transfers
 
     def run_over(self, run: RequestRun) -> None:
         self.num_ended += 1

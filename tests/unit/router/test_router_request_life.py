@@ -34,6 +34,7 @@ from pd_core.request_life import (
     TimeRanOut,
     TokenReceived,
     step,
+    usual_token,
 )
 from pd_core.ticket import Ticket, TicketRef
 
@@ -258,6 +259,35 @@ def test_an_event_that_fits_nowhere_raises_and_changes_nothing(events: list[Requ
     assert life.story() == before
 
 
+def test_every_token_of_decode_but_the_first_and_the_last_is_usual() -> None:
+    life, _ = run(PLACED, TicketReceived(TICKET), token(Leg.PREFILL, 0), KvCommitted())
+    assert usual_token(life, Leg.DECODE, 0, None) is None
+    life, _ = step(life, token(Leg.DECODE, 0))
+    for index in range(1, 5):
+        longer = usual_token(life, Leg.DECODE, index, None)
+        assert longer is not None
+        life, _ = step(life, token(Leg.DECODE, index))
+        assert longer == life
+    assert usual_token(life, Leg.DECODE, 5, FinishReason.LENGTH) is None
+
+
+@pytest.mark.parametrize(
+    ("events", "leg", "index"),
+    [
+        ([PLACED, TicketReceived(TICKET), KvCommitted()], Leg.DECODE, 0),
+        ([PLACED, TicketReceived(TICKET), token(Leg.DECODE, 0)], Leg.PREFILL, 0),
+        ([PLACED, TicketReceived(TICKET), token(Leg.DECODE, 0)], Leg.PREFILL, 1),
+        ([PLACED, TicketReceived(TICKET), token(Leg.DECODE, 0)], Leg.DECODE, 0),
+        ([PLACED, TicketReceived(TICKET), token(Leg.DECODE, 0)], Leg.DECODE, 2),
+        ([PLACED, TicketReceived(TICKET), token(Leg.DECODE, 0), ClientLeft()], Leg.DECODE, 1),
+        ([ON_ONE, PromptTaken()], Leg.DECODE, 0),
+    ],
+)
+def test_any_other_token_goes_through_the_table(events: list[RequestEvent], leg: Leg, index: int) -> None:
+    life, _ = run(*events)
+    assert usual_token(life, leg, index, None) is None
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Throws every event at the machine in any order, and keeps its own account of legs and tokens."""
 
@@ -270,6 +300,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def throw(self, event: RequestEvent) -> None:
         before = self.life
+        if isinstance(event, TokenReceived):
+            longer = usual_token(before, event.leg, event.index, event.finish)
+            assert longer is None or step(before, event) == (longer, [Deliver(event.index, event.token, None)])
         try:
             self.life, commands = step(before, event)
         except InvalidTransition:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from run_parts import COMMITTED, DONE, PLACEMENT, STEPS, Host, new_run, prefilling, settle, ticket
 
-from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
+from pd_core.errors import Cancelled, DeadlineExceeded, KvrelayError, Overloaded, ProtocolError, WorkerLost
 from pd_core.messages import (
     StartDecode,
     TokenMade,
@@ -103,6 +103,21 @@ async def test_a_reader_that_waits_hears_of_the_end_at_once() -> None:
     assert host.num_ended == 1
 
 
+async def test_a_reader_that_waits_is_woken_by_every_token() -> None:
+    host = Host()
+    run = await prefilling(host)
+    for index in range(3):
+        reader = asyncio.create_task(run.next_events())
+        await settle()
+        host.streams["d0"].say(TokenMade(index, 7))
+        await settle()
+        assert reader.done()
+        assert [event.index for event in reader.result()] == [index]
+    run.leave()
+    await settle()
+    assert host.are_all_closed()
+
+
 async def test_a_leg_that_is_cancelled_before_it_ran_is_over_too() -> None:
     host = Host()
     run = new_run(host)
@@ -170,6 +185,26 @@ async def test_what_a_closed_leg_still_brings_does_not_disturb_the_next_attempt(
     run.place(PLACEMENT)
     await settle()
     assert run.life.state is RequestState.RESERVING
+    run.leave()
+    await settle()
+    assert host.are_all_closed()
+
+
+async def test_a_token_of_an_earlier_attempt_that_was_under_way_is_dropped_also_where_it_would_fit() -> None:
+    host = Host()
+    run = await prefilling(host)
+    earlier = host.streams["d0"]
+    assert earlier.take is not None
+    host.streams["p0"].say(Overloaded("no room"))
+    await settle()
+    run.place(PLACEMENT)
+    await settle()
+    host.streams["d0"].say(ticket(attempt=2), TokenMade(0, 7))
+    await settle()
+    assert not earlier.take(TokenMade(1, 8))
+    host.streams["d0"].say(TokenMade(1, 9))
+    await settle()
+    assert [event.token for event in await run.next_events()] == [7, 9]
     run.leave()
     await settle()
     assert host.are_all_closed()
@@ -265,5 +300,9 @@ async def test_a_continuation_counts_on_from_where_the_client_is() -> None:
     host.streams["p0"].say(TokenMade(5, 7))
     await settle()
     assert [event.index for event in await run.next_events()] == [5]
-    run.leave()
+    host.streams["d0"].say(TokenMade(5, 7), TokenMade(6, 8), TokenMade(2, 9))  # the last would fit one without a past
+    await settle()
+    assert [event.index for event in await run.next_events()] == [6]
+    with pytest.raises(ProtocolError, match="out of turn"):
+        await run.next_events()
     await settle()

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from pd_core.errors import WorkerLost
+from pd_core.layout import Fingerprint
 from pd_core.messages import WorkerEndpoint, WorkerStatus
+from pd_rpc.wire import PeerIdentity
 from router.faults import Faults
 from router.view import WorkerRef
 from router.worker_link import WorkerLink
@@ -20,6 +22,7 @@ class BrokenClient:
     """A connection that has just ended: every stream says so. It takes its time to close."""
 
     is_closed = True
+    peer = PeerIdentity("d0", "decode", "boot")
 
     def __init__(self) -> None:
         self.is_closing = asyncio.Event()
@@ -36,6 +39,9 @@ class BrokenClient:
 class Told:
     def __init__(self) -> None:
         self.lost: list[tuple[WorkerRef, str]] = []
+
+    def on_connected(self, ref: WorkerRef, fingerprint: Fingerprint | None) -> None:
+        assert not self.lost
 
     def on_status(self, status: WorkerStatus) -> None:
         raise AssertionError("nothing was said")

@@ -7,7 +7,7 @@ import itertools
 import msgspec
 
 from pd_rpc.auth import CONTROL_KIND, NONCE_BYTES, Challenge, Side
-from pd_rpc.client_core import ClientConnection
+from pd_rpc.client_core import ClientConnection, ItemsReceived
 from pd_rpc.connection import ConnectionClosed, ConnectionState, Event, PeerProved
 from pd_rpc.limits import DEFAULT_LIMITS, RpcLimits
 from pd_rpc.server_core import ServerConnection
@@ -63,6 +63,12 @@ def exchange(client: ClientConnection, server: ServerConnection, now_s: float = 
                 else:
                     events.append(event)
     return events
+
+
+def answers(event: Event) -> list[tuple[int, int]]:
+    """Call and index of each Answer in an ItemsReceived."""
+    assert isinstance(event, ItemsReceived)
+    return [(call_id, msgspec.msgpack.decode(body, type=Answer).index) for call_id, body in event.items]
 
 
 def closing_error(events):

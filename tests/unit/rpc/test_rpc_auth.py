@@ -8,6 +8,7 @@ from rpc_cores import DECODE, ROUTER, SECRET, challenge
 
 from pd_core.errors import AuthenticationFailed, ConfigError, InvalidTransition, ProtocolError
 from pd_rpc.auth import CONTROL_KIND, NONCE_BYTES, Challenge, Side
+from pd_rpc.frames import WIRE_VERSION
 from pd_rpc.wire import Hello, PeerIdentity, Proof, encode
 
 
@@ -98,9 +99,9 @@ def test_a_hello_that_was_changed_on_its_way_fails_on_both_sides(changed):
 def test_the_same_hello_in_other_bytes_fails_too():
     """What counts are the bytes, so no second encoding of an identity can slip through."""
     client, server = challenge(Side.CLIENT), challenge(Side.SERVER)
-    version, rest = b"\x94\xa5hello\x01", client.hello().removeprefix(b"\x94\xa5hello\x01")
+    version, rest = b"\x94\xa5hello\x02", client.hello().removeprefix(b"\x94\xa5hello\x02")
     assert version + rest == client.hello()
-    server.receive_hello(b"\x94\xa5hello\xcc\x01" + rest)
+    server.receive_hello(b"\x94\xa5hello\xcc\x02" + rest)
     with pytest.raises(AuthenticationFailed):
         server.receive_proof(client.receive_hello(server.hello()))
 
@@ -144,8 +145,8 @@ def test_nobody_proves_himself_twice():
 
 
 def test_another_version_inside_hello_is_refused_naming_both():
-    hello = encode(Hello(2, DECODE, bytes(range(NONCE_BYTES))))
-    with pytest.raises(ProtocolError, match="ours 1, theirs 2"):
+    hello = encode(Hello(7, DECODE, bytes(range(NONCE_BYTES))))
+    with pytest.raises(ProtocolError, match=f"ours {WIRE_VERSION}, theirs 7"):
         challenge(Side.CLIENT).receive_hello(hello)
 
 
@@ -153,13 +154,13 @@ def test_another_version_inside_hello_is_refused_naming_both():
 def test_a_name_that_would_spoil_a_log_is_refused(name):
     for identity in (PeerIdentity(name, "r", "i"), PeerIdentity("n", name, "i"), PeerIdentity("n", "r", name)):
         with pytest.raises(ProtocolError, match="not printable"):
-            challenge(Side.CLIENT).receive_hello(encode(Hello(1, identity, bytes(range(NONCE_BYTES)))))
+            challenge(Side.CLIENT).receive_hello(encode(Hello(WIRE_VERSION, identity, bytes(range(NONCE_BYTES)))))
 
 
 @pytest.mark.parametrize("num_bytes", [0, NONCE_BYTES - 1, NONCE_BYTES + 1])
 def test_a_nonce_of_another_length_is_refused(num_bytes):
     with pytest.raises(ProtocolError, match="nonce"):
-        challenge(Side.CLIENT).receive_hello(encode(Hello(1, DECODE, bytes(num_bytes))))
+        challenge(Side.CLIENT).receive_hello(encode(Hello(WIRE_VERSION, DECODE, bytes(num_bytes))))
     with pytest.raises(ValueError, match="nonce"):
         Challenge(Side.CLIENT, SECRET, ROUTER, bytes(num_bytes), kind=CONTROL_KIND)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from rpc_cores import Answer, Ask, exchange, open_pair
+from rpc_cores import Answer, Ask, answers, exchange, open_pair
 
 from pd_core.errors import (
     InvalidTransition,
@@ -27,9 +27,9 @@ def test_a_call_runs_from_question_to_end():
     server.send_item(call_id, Answer(0))
     server.send_item(call_id, Answer(1))
     server.end(call_id)
-    events = exchange(client, server)
-    assert [msgspec.msgpack.decode(e.body, type=Answer).index for e in events[:2]] == [0, 1]
-    assert events[2:] == [CallEnded(call_id)]
+    received, ended = exchange(client, server)
+    assert answers(received) == [(call_id, 0), (call_id, 1)]
+    assert ended == CallEnded(call_id)
     assert client.num_calls == server.num_calls == 0
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rpc_cores import RAW, Answer, Ask, closing_error, exchange, open_pair, opening_pair
+from rpc_cores import RAW, Answer, Ask, answers, closing_error, exchange, open_pair, opening_pair
 
 from pd_core.errors import (
     AuthenticationFailed,
@@ -18,12 +17,12 @@ from pd_core.errors import (
     Unavailable,
     WorkerLost,
 )
-from pd_rpc.client_core import CallFailed, ItemReceived
+from pd_rpc.client_core import CallFailed, ItemsReceived
 from pd_rpc.connection import ConnectionState, PeerProved
 from pd_rpc.frames import encode_frame
-from pd_rpc.limits import MAX_CREDIT
+from pd_rpc.limits import MAX_CREDIT, MAX_FRAME_ITEMS
 from pd_rpc.server_core import CallCancelled
-from pd_rpc.wire import Call, Cancel, Close, Credit, End, Item, Ready, encode
+from pd_rpc.wire import Call, Cancel, Close, Credit, End, Items, Ready, encode
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ from pd_rpc.wire import Call, Cancel, Close, Credit, End, Item, Ready, encode
         [Call(1, 1.0, 1, RAW), Cancel(2)],
         [Credit(1, 1)],
         [Ready()],
-        [Item(1, RAW)],
+        [Items([1], [RAW])],
         [End(1)],
     ],
 )
@@ -58,11 +57,15 @@ def test_a_server_closes_on_messages_that_make_no_sense(messages):
 @pytest.mark.parametrize(
     "messages",
     [
-        [Item(1, RAW), Item(1, RAW)],
-        [Item(2, RAW)],
+        [Items([1], [RAW]), Items([1], [RAW])],
+        [Items([1, 1], [RAW, RAW])],
+        [Items([2], [RAW])],
+        [Items([1, 2], [RAW, RAW])],
+        [Items([1], [])],
+        [Items([], [RAW])],
         [End(2)],
         [End(1), End(1)],
-        [End(1), Item(1, RAW)],
+        [End(1), Items([1], [RAW])],
         [Call(1, 1.0, 1, RAW)],
         [Cancel(1)],
         [Ready()],
@@ -99,6 +102,22 @@ CALL_HEAD = b"\x95\xa4call\x01\x01\x01"
 def test_a_body_that_is_no_message_closes_the_connection(body):
     _, server = open_pair()
     assert isinstance(closing_error(server.receive(encode_frame(body), 0.0)), ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        b"\xdd\xff\xff\xff\xff",  # ids: an array that claims 4 G elements
+        b"\x91\x01\xdd\xff\xff\xff\xff",  # bodies: the same
+        b"\x91\x01",
+        b"\x91\xc0\x91\xc0",  # an id that is no number
+        encode([1] * (MAX_FRAME_ITEMS + 1)) + encode([0] * (MAX_FRAME_ITEMS + 1)),
+    ],
+)
+def test_a_frame_of_items_that_cannot_be_or_has_too_many_closes_the_connection(lists):
+    client, _ = open_pair()
+    client.open_call(Ask("why"), 1.0, credit=MAX_CREDIT)
+    assert isinstance(closing_error(client.receive(encode_frame(b"\x93\xa5items" + lists), 0.0)), ProtocolError)
 
 
 def test_fields_that_a_later_version_adds_are_ignored():
@@ -138,8 +157,8 @@ def conversation() -> tuple[bytes, list[object]]:
 
 def describe(event: object) -> object:
     match event:
-        case ItemReceived(call_id=call_id, body=body):
-            return call_id, msgspec.msgpack.decode(body, type=Answer)
+        case ItemsReceived():
+            return answers(event)
         case CallFailed(call_id=call_id, error=error):
             return call_id, type(error), error.message
         case _:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rpc_cores import Answer, Ask, open_pair
+from rpc_cores import Answer, Ask, answers, open_pair
 
 from pd_core.errors import Overloaded
-from pd_rpc.client_core import CallEnded, CallFailed, ItemReceived
+from pd_rpc.client_core import CallEnded, CallFailed, ItemsReceived
 from pd_rpc.connection import ConnectionState
 from pd_rpc.limits import RpcLimits
 from pd_rpc.server_core import CallCancelled, CallReceived, CreditGranted
@@ -87,9 +86,10 @@ class TwoSides(RuleBasedStateMachine):
         data, self.to_client = self.to_client[:num_bytes], self.to_client[num_bytes:]
         for event in self.client.receive(data, 0.0):
             match event:
-                case ItemReceived(call_id=call_id, body=body):
-                    assert msgspec.msgpack.decode(body, type=Answer).index == self.waiting[call_id]
-                    self.waiting[call_id] += 1
+                case ItemsReceived():
+                    for call_id, index in answers(event):
+                        assert index == self.waiting[call_id]
+                        self.waiting[call_id] += 1
                 case CallEnded(call_id=call_id):
                     assert self.outcomes[call_id] == "end"
                     assert self.waiting.pop(call_id) == self.sent[call_id]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.errors import ProtocolError
-from pd_rpc.frames import HEADER_BYTES, MAGIC, FrameReader, encode_frame
+from pd_rpc.frames import HEADER_BYTES, MAGIC, WIRE_VERSION, FrameReader, encode_frame
 
 bodies_lists = st.lists(st.binary(max_size=60), min_size=1, max_size=6)
 
@@ -75,7 +75,7 @@ def test_another_wire_version_is_refused_naming_both():
     frame[5] = 7
     reader = FrameReader(1000)
     reader.feed(bytes(frame))
-    with pytest.raises(ProtocolError, match="ours 1, theirs 7"):
+    with pytest.raises(ProtocolError, match=f"ours {WIRE_VERSION}, theirs 7"):
         reader.next_body()
 
 
@@ -87,7 +87,7 @@ def test_a_length_beyond_the_bound_is_refused_before_anything_is_allocated_for_i
         with pytest.raises(ProtocolError, match="101 bytes, at most 100"):
             reader.next_body()
         reader = FrameReader(max_body_bytes=2**31)
-        reader.feed(MAGIC + b"\0\1" + b"\x7f\xff\xff\xff" + bytes(4))
+        reader.feed(MAGIC + WIRE_VERSION.to_bytes(2, "big") + b"\x7f\xff\xff\xff" + bytes(4))
         assert reader.next_body() is None
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:

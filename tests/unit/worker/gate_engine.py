@@ -21,7 +21,6 @@ class GateEngine:
     is_inside:       set while a step is under way
     bad_tables:      block tables whose sequences fail the steps that they are in
     is_mute:         answers steps with no token at all, which no engine may
-    adopted, published: the blocks of every such call; order: "adopt", "step" and "publish" as they came
     hears_cancelled: whether it leaves a step that is cancelled; one that does not goes on until the gate opens
     """
 
@@ -36,9 +35,6 @@ class GateEngine:
         self.hears_cancelled = True
         self.was_cancelled = False
         self.steps: list[list[SequenceStep]] = []
-        self.adopted: list[list[int]] = []
-        self.published: list[list[int]] = []
-        self.order: list[str] = []
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -60,7 +56,6 @@ class GateEngine:
 
     def step(self, steps: Sequence[SequenceStep], is_cancelled: Callable[[], bool]) -> list[int | None]:
         self.steps.append(list(steps))
-        self.order.append("step")
         self.is_inside.set()
         try:
             waits = int(HANG_S / POLL_S)
@@ -80,14 +75,6 @@ class GateEngine:
             return [None if step.sample is None else self.token for step in steps]
         finally:
             self.is_inside.clear()
-
-    def publish(self, block_ids: Sequence[int]) -> None:
-        self.published.append(list(block_ids))
-        self.order.append("publish")
-
-    def adopt(self, block_ids: Sequence[int]) -> None:
-        self.adopted.append(list(block_ids))
-        self.order.append("adopt")
 
     def invariance_report(self) -> dict[str, str]:
         return {}

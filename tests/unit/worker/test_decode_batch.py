@@ -63,7 +63,6 @@ class Bench:
         self.ledger.commit(reservation.epoch, sequence.holder)
         self.roster.arrived(sequence.holder)
         self._tables[sequence.holder] = self.roster.table(sequence.holder)
-        sequence.foreign = reservation.block_ids
         sequence.take(5)
         self.batch.join(sequence)
         self.batch.sweep()
@@ -290,26 +289,6 @@ async def test_chunks_of_a_prompt_go_along_with_the_steps_of_those_that_run(benc
     assert [message.token for message in await messages(prompt)] == [7, 7, 7]
     assert bench.counters.values()["local_prefill_tokens_total"] == CHUNK_TOKENS + 3
     assert bench.num_room_news == 1, "one prompt less is being computed"
-
-
-async def test_a_committed_handoff_is_adopted_once_before_its_first_step(bench: Bench) -> None:
-    first, second = bench.join("a", 3), bench.join("b", 3)
-    prompt = bench.join_prompt("c", 5, 3)
-    await bench.until_left(first, second, prompt)
-    assert [sorted(block_ids) for block_ids in bench.engine.adopted] == [
-        sorted(bench.table(first)[:1] + bench.table(second)[:1])
-    ]
-    assert bench.engine.order[0] == "adopt"
-
-
-async def test_a_handoff_whose_step_failed_is_adopted_again_with_its_next(bench: Bench) -> None:
-    bench.engine.gate.clear()
-    sequence, bad = bench.join("a", 3), bench.join("b", 3)
-    bench.engine.bad_tables = [bench.table(bad)]
-    await bench.engine.until_inside()
-    bench.engine.gate.set()
-    await bench.until_left(sequence, bad)
-    assert [len(block_ids) for block_ids in bench.engine.adopted] == [2, 1, 1]
 
 
 async def test_one_that_cannot_grow_takes_the_blocks_of_the_youngest_which_goes_on_later_with_the_next_token() -> None:

@@ -1,4 +1,4 @@
-"""One step for several requests: adopted before, published after, and who fails, fails alone."""
+"""One step for several requests: who fails, fails alone."""
 
 from __future__ import annotations
 
@@ -39,21 +39,13 @@ class Request:
     def __init__(self, number: int, *, draws: bool = True) -> None:
         self.is_over = False
         step = SequenceStep([number], 0, [number], SamplingParams() if draws else None)
-        self.part = StepPart(step, lambda: self.is_over, adopt=[number], publish=[10 + number])
+        self.part = StepPart(step, lambda: self.is_over)
 
 
-async def test_a_step_gives_each_its_token_between_adoption_and_publication(bench: Bench) -> None:
+async def test_a_step_gives_each_its_token(bench: Bench) -> None:
     outcomes = await bench.runner.run([Request(1).part, Request(2, draws=False).part])
     assert [outcome.token for outcome in outcomes if isinstance(outcome, PartDone)] == [7, None]
-    assert bench.engine.order == ["adopt", "step", "publish"]
-    assert bench.engine.adopted == [[1, 2]]
-    assert bench.engine.published == [[11, 12]]
-
-
-async def test_a_part_with_nothing_to_adopt_or_publish_asks_the_engine_for_neither(bench: Bench) -> None:
-    step = Request(1).part.step
-    await bench.runner.run([StepPart(step, lambda: False)])
-    assert bench.engine.order == ["step"]
+    assert len(bench.engine.steps) == 1
 
 
 async def test_one_bad_part_fails_alone_and_the_times_of_the_others_are_of_their_own_step(bench: Bench) -> None:
@@ -63,8 +55,7 @@ async def test_one_bad_part_fails_alone_and_the_times_of_the_others_are_of_their
     assert isinstance(bad, EngineError)
     assert isinstance(last, PartDone)
     assert first.ended_s <= last.began_s
-    assert bench.engine.adopted == [[1, 2, 3], [1], [2], [3]]
-    assert bench.engine.published == [[11], [13]], "of the step that failed nothing was published"
+    assert [[step.block_ids[0] for step in steps] for steps in bench.engine.steps] == [[1, 2, 3], [1], [2], [3]]
 
 
 async def test_a_single_part_that_fails_is_not_tried_again(bench: Bench) -> None:

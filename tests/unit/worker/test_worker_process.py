@@ -16,7 +16,7 @@ from pd_core.config import Config, DecodeConfig, FakeEngineConfig, ModelConfig, 
 from pd_core.engine import SequenceStep
 from pd_core.errors import ConfigError
 from pd_core.request import SamplingParams
-from pd_worker.build import Role, build_engine
+from pd_worker.build import Role, build_engine, ring_blocks
 from pd_worker.process import COMPUTING_NICE, LOWEST_NICE, let_others_first, log_to, use_cores
 
 FAKE = Config(
@@ -42,6 +42,11 @@ def test_a_pool_whose_size_was_not_chosen_is_a_config_error(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="has not been chosen") as caught:
         build_engine(config, "decode", 1, tmp_path)
     assert caught.value.param == "decode.num_blocks"
+
+
+def test_a_ring_holds_a_few_chunks_and_never_more_than_the_pool() -> None:
+    assert [ring_blocks(chunk_tokens, 1000) for chunk_tokens in (16, 256, 512)] == [4, 64, 128]
+    assert ring_blocks(256, 5) == 5
 
 
 def test_a_process_is_tied_to_cores_that_it_has_and_to_no_others() -> None:
