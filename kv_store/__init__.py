@@ -1,5 +1,9 @@
 """Keeps the KV of idle sessions: in DRAM, and on NVMe.
 
+policy        what is kept when room is short: LRU, and by expected use; forest, ticket_heap and return_times are parts
+              of it; all pure
+costs         whether restoring or computing again is quicker, fitted live by robust_fit; pure
+
 slot_format   what lies on the disk, to the byte; pure
 nvme_index    which slot holds which block, and in what state it is; pure
 nvme_room     where the room for one more block comes from: quota, growth, eviction; pure

@@ -194,8 +194,9 @@ def _worth_a_look(parts: Iterable[StoredPart], tiers: Mapping[str, TierRate], bl
     """Lengths of the front of which one is the best, whatever prefill costs.
 
     Between two of them the restore time is a straight line, and computing saves the more per block the further the
-    front goes: so an end is at least as good as all between. The line bends where a part begins or ends, and where its
-    tier begins to take longer than all others.
+    front goes: so an end is at least as good as all between. The line bends where a part ends, and where its tier
+    begins to take longer than all others. The first block of a tier brings its latency, which those after it do not:
+    whoever takes it takes them too.
     """
     lengths = [0]
     ahead_s: dict[str, float] = {}
@@ -208,8 +209,8 @@ def _worth_a_look(parts: Iterable[StoredPart], tiers: Mapping[str, TierRate], bl
         others_s = max((s for tier, s in ahead_s.items() if tier != part.tier), default=0.0)
         block_s = block_bytes * rate.byte_s
         bend = (others_s - begun_s) / block_s if block_s > 0.0 else math.inf
-        inside = {1, part.num_blocks}
-        if 1.0 < bend < part.num_blocks:
+        inside = {part.num_blocks}
+        if 0.0 < bend < part.num_blocks:
             inside |= {math.floor(bend), math.ceil(bend)}
         lengths += [num_before + length for length in sorted(inside)]
         ahead_s[part.tier] = begun_s + part.num_blocks * block_s

@@ -17,19 +17,32 @@ from pd_core.errors import InvalidTransition, LedgerCorrupt
 
 
 class Node:
-    """One cached block. The forest owns the first five fields, the policy the others.
+    """One cached block. Ticket and uses are the policy's, all else the forest's.
 
     position:     of the block in its sequence, 0 for the first
     num_children: that count; fewer than `children` while a policy looks ahead
+    serial:       of all blocks that ever came, in their order: decides where nothing else does
     ticket:       of its valid entry in a policy's heaps; 0 when it is in none
     used:         when it was used last, in the policy's own measure
     num_uses:     how often it was used, as the policy counts
     """
 
-    __slots__ = ("children", "name", "num_children", "num_pins", "num_uses", "parent", "position", "ticket", "used")
+    __slots__ = (
+        "children",
+        "name",
+        "num_children",
+        "num_pins",
+        "num_uses",
+        "parent",
+        "position",
+        "serial",
+        "ticket",
+        "used",
+    )
 
-    def __init__(self, name: bytes, parent: Node | None, position: int) -> None:
+    def __init__(self, name: bytes, parent: Node | None, position: int, serial: int) -> None:
         self.name = name
+        self.serial = serial
         self.parent = parent
         self.position = position
         self.children: dict[Node, None] = {}
@@ -49,6 +62,7 @@ class Forest:
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -72,7 +86,8 @@ class Forest:
         before = self._nodes.get(parent) if position else None
         if position < 0 or (position and (before is None or before.position != position - 1)):
             raise InvalidTransition(f"block {name.hex()} at position {position} has no parent {parent.hex()} here")
-        node = Node(name, before, position)
+        self._num_added += 1
+        node = Node(name, before, position, self._num_added)
         if before is not None:
             before.children[node] = None
             before.num_children += 1

@@ -7,8 +7,9 @@ pinned. A use of a block is a use of all its ancestors.
     HitDensityPolicy  the leaf goes whose room brings least: how often a block like it is used per second (learnt, see
                       return_times), times what it costs to compute it again (more the later it stands in its prefix)
 
-Each call costs O(log n), and a use at most one step for each ancestor that was not used just before. Memory is bounded
-by the number of blocks. `now_s` may come from any clock that does not go back.
+Each call costs O(log n) on the average for each block that it names, and a use at most one step for each ancestor that
+was not used just before. Memory is bounded by the number of blocks. `now_s` may come from any clock that does not go
+back. Both do what nvme_eviction asks of them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def typical_cost(position: int) -> float:
     return 1.0 + position * BLOCK_TOKENS / EQUAL_COST_TOKENS
 
 
-class EvictionPolicy(ABC):
+class ForestPolicy(ABC):
     """Knows every cached block of one tier or pool, and says which are to go.
 
     What is unknown, or is there when it should not be, raises InvalidTransition and changes nothing.
@@ -201,7 +202,7 @@ class EvictionPolicy(ABC):
                 heap.compact()
 
 
-class LruPolicy(EvictionPolicy):
+class LruPolicy(ForestPolicy):
     """The leaf whose last use is longest ago goes. Order of the calls alone counts, not their times."""
 
     def __init__(self) -> None:
@@ -224,7 +225,8 @@ class LruPolicy(EvictionPolicy):
         self._heap.push(node.used, 0.0, node)
 
     def _worst(self) -> Node | None:
-        return self._heap.first()
+        entry = self._heap.first()
+        return entry.node if entry is not None else None
 
     def _heaps(self) -> list[TicketHeap]:
         return [self._heap]
@@ -243,14 +245,14 @@ def _worth_of(cell: _Cell) -> float:
     return cell.worth
 
 
-class HitDensityPolicy(EvictionPolicy):
+class HitDensityPolicy(ForestPolicy):
     """The leaf goes that brings least for its room: worth of its kind and age, times its cost.
 
     block_cost: what the block at a position costs to compute again, never less than 1 (that of the first) and never
                 less than at an earlier position; the unit is of no matter
     """
 
-    # One cell for each kind and span of ages: in it all are worth the same, so the cheapest is first.
+    # One cell for each kind and span of ages: in it all are worth the same, so they are ranked by cost, then by age.
     #
     #             span 0    1    2  ...        A leaf that gets older goes from cell to cell; `_ageing` knows when.
     #   kind 0    cell    cell   cell          The first of each cell are compared, the least worth first, until a cell
@@ -312,18 +314,18 @@ class HitDensityPolicy(EvictionPolicy):
 
     def _worst(self) -> Node | None:
         worst: Node | None = None
-        least, used = math.inf, math.inf
+        least = (math.inf, math.inf, 0)
         empty: list[_Cell] = []
         for cell in self._in_use:
-            if cell.worth > least:
+            if cell.worth > least[0]:
                 break  # no cost is less than 1
-            node = cell.first()
-            if node is None:
+            entry = cell.first()
+            if entry is None:
                 empty.append(cell)
                 continue
-            brings = cell.worth * self._cost(node.position)
-            if brings < least or (brings == least and node.used < used):
-                worst, least, used = node, brings, node.used
+            brings = (cell.worth * entry.rank, entry.then, entry.serial)
+            if brings < least:
+                worst, least = entry.node, brings
         for cell in empty:
             cell.is_in_use = False
             self._in_use.remove(cell)

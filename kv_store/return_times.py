@@ -56,20 +56,21 @@ class ReturnTimes:
     def __init__(self) -> None:
         self._uses = [0.0] * NUM_KINDS
         self._returns = [[0.0] * NUM_SPANS for _ in range(NUM_KINDS)]
+        self._new_uses = [0] * NUM_KINDS
+        self._new_returns = [[0] * NUM_SPANS for _ in range(NUM_KINDS)]
+        """Since the worths were made; they do not fade yet."""
         self._worths = [[0.0] * NUM_SPANS for _ in range(NUM_KINDS)]
         self._num_uses = 0
-        self._num_news = 0
         self._learnt_s: float | None = None
 
     def used(self, num_uses: int) -> None:
         """A block was used for the `num_uses`th time: its age is 0."""
-        self._uses[kind_of(num_uses)] += 1.0
+        self._new_uses[kind_of(num_uses)] += 1
         self._num_uses += 1
-        self._num_news += 1
 
     def returned(self, num_uses: int, age_s: float) -> None:
         """A block that had been used `num_uses` times before, the last time `age_s` ago, is used again."""
-        self._returns[kind_of(num_uses)][span_of(age_s)] += 1.0
+        self._new_returns[kind_of(num_uses)][span_of(age_s)] += 1
 
     def worth(self, kind: int, span: int) -> float:
         """Uses to be expected per second of room; 0 where nothing of the kind ever returned at that age or later."""
@@ -77,19 +78,19 @@ class ReturnTimes:
 
     def learn(self, now_s: float) -> bool:
         """Makes the worths anew if there is enough news. Whether it did."""
-        if self._num_news < min(MOST_NEWS, max(FEWEST_NEWS, self._num_uses // 16)):
+        if sum(self._new_uses) < min(MOST_NEWS, max(FEWEST_NEWS, self._num_uses // 16)):
             return False
-        self._fade(now_s)
-        self._worths = [_worths(uses, returns) for uses, returns in zip(self._uses, self._returns, strict=True)]
-        self._num_news = 0
-        return True
-
-    def _fade(self, now_s: float) -> None:
-        if self._learnt_s is not None:
-            keep = 0.5 ** (max(0.0, now_s - self._learnt_s) / HALF_LIFE_S)
-            self._uses = [uses * keep for uses in self._uses]
-            self._returns = [[count * keep for count in returns] for returns in self._returns]
+        since_s = 0.0 if self._learnt_s is None else max(0.0, now_s - self._learnt_s)
+        keep = 0.5 ** (since_s / HALF_LIFE_S)
         self._learnt_s = now_s
+        for kind in range(NUM_KINDS):
+            self._uses[kind] = self._uses[kind] * keep + self._new_uses[kind]
+            both = zip(self._returns[kind], self._new_returns[kind], strict=True)
+            self._returns[kind] = [old * keep + new for old, new in both]
+            self._worths[kind] = _worths(self._uses[kind], self._returns[kind])
+            self._new_uses[kind] = 0
+            self._new_returns[kind] = [0] * NUM_SPANS
+        return True
 
 
 def _worths(uses: float, returns: list[float]) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_core.config import MAX_KV_CONNECTIONS
+
 
 class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
     """All peers of a cluster use the same values.
@@ -21,7 +23,7 @@ class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     handshake_s: float = 5.0
-    max_connections: int = 64
+    max_connections: int = MAX_KV_CONNECTIONS
     frame_silence_s: float = 5.0
     sender_idle_s: float = 60.0
     receiver_idle_s: float = 300.0

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from kv_transport.ucx_offer import HOW_TO_INSTALL
 from pd_core.errors import ConfigError
 
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -92,8 +93,7 @@ def load_ucx() -> UcxLibrary:
     try:
         return UcxLibrary()
     except (ImportError, AttributeError, OSError) as error:
-        said = f"ucxx cannot be loaded ({error}); pip install 'kvrelay[ucx]'"
-        raise ConfigError(said, param="transfer.path") from error
+        raise ConfigError(f"ucxx cannot be loaded ({error}): {HOW_TO_INSTALL}", param="transfer.path") from error
 
 
 def where_loaded_from(maps: str) -> str:

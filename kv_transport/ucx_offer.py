@@ -16,7 +16,8 @@ import msgspec
 
 from pd_core.errors import ConfigError
 
-NOT_INSTALLED = "ucxx is not installed: pip install 'kvrelay[ucx]'"
+HOW_TO_INSTALL = "pip install '.[ucx]' in kvrelay's folder"
+NOT_INSTALLED = f"ucxx is not installed: {HOW_TO_INSTALL}"
 NOT_ENCRYPTED = "tls is set, and what UCX carries cannot be encrypted"
 NO_RDMA = (
     "this host has no RDMA device, and over TCP UCX is no faster than tcp; transfer.path: ucx uses it all the same"

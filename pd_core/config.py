@@ -17,6 +17,10 @@ LOCAL_CHUNK_TOKENS = 64
 """Prompt tokens in a decode step beside prefill workers: running streams hardly notice so few."""
 
 
+MAX_KV_CONNECTIONS = 64
+"""That one pool takes from its writers over one path; each has a thread."""
+
+
 class FakeEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Artificial times of the fake engine (`model.path: fake`), so that tests can meet a request in any phase.
 
@@ -96,6 +100,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """host: the one address that workers listen on and tell others, v4 or v6, or a name for it on each host
 
     lease_s: how long a writer may be silent
+    push_timeout_s: how long one push may take, counted from when those before it have left the wire, and how long a
+          receiver that has been sent everything may go without a block more or its verdict
     path: "auto" is the fastest that the two workers have: shared memory on one host, else RDMA, else TCP; a name
           allows it alone
     digests: whether every block is compared with its producer's digest when it arrives
@@ -197,6 +203,7 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{path} is {chunk}; it must be a multiple of 16", param=path)
     if config.model.weights == "int8" and (config.model.device != "cpu" or config.model.kernels in ("sdpa", "tiled")):
         raise ConfigError("model.weights int8 is of the native kernels alone", param="model.weights")
+    _check_connections(config)
     check_advertised(config.transfer.host, "transfer.host")
     for field in config.tls.__struct_fields__ if config.tls is not None else ():
         path = getattr(config.tls, field)
@@ -206,6 +213,19 @@ def check_config(config: Config) -> None:
         raise ConfigError("tls is set, and transfer.path ucx cannot be encrypted", param="transfer.path")
     if config.model.device == "cuda" and config.model.kernels == "native":
         raise ConfigError("model.kernels native runs on the cpu alone", param="model.kernels")
+
+
+def _check_connections(config: Config) -> None:
+    num_workers, num_each = config.prefill.num_workers, 1
+    if config.transfer.path in ("auto", "tcp"):
+        num_each = config.transfer.tcp_connections or 1
+    if num_workers * num_each > MAX_KV_CONNECTIONS:
+        param = "prefill.num_workers" if num_each == 1 else "transfer.tcp_connections"
+        raise ConfigError(
+            f"{param}: {num_workers} prefill workers with {num_each} connections each are {num_workers * num_each}; a "
+            f"decode worker takes {MAX_KV_CONNECTIONS}",
+            param=param,
+        )
 
 
 def check_advertised(host: str, param: str) -> None:

@@ -85,6 +85,8 @@ class IncomingHandoff:
         self._has_broken = False
         self._is_all_sent = False
         self._last_news_s = self.issued_s
+        self._last_arrival_s: float | None = None
+        self._longest_gap_s = 0.0
         self._news = asyncio.Event()
         self._is_closing = False
         self._num_postponed = 0
@@ -148,7 +150,7 @@ class IncomingHandoff:
         if not self._is_all_sent or self._life.state is TicketState.SEALING:
             return None
         missing = self._life.missing
-        arrival = Arrival(len(missing), len(self._corrupt), self._has_broken, self._last_news_s)
+        arrival = Arrival(len(missing), len(self._corrupt), self._has_broken, self._last_news_s, self._longest_gap_s)
         return answer_at_s(arrival, self._home.block_bytes)
 
     async def _wait_for_news(self, until_s: float | None) -> None:
@@ -165,6 +167,9 @@ class IncomingHandoff:
         match event:
             case BlocksArrived(ref=ref, verified=verified, corrupt=corrupt, num_bytes=num_bytes, path=path):
                 self.num_bytes += num_bytes
+                if self._last_arrival_s is not None:
+                    self._longest_gap_s = max(self._longest_gap_s, now_s - self._last_arrival_s)
+                self._last_arrival_s = now_s
                 if verified:
                     self._paths.add(path)
                 self._corrupt.difference_update(verified)

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-from kv_transport.digest import BlockDigests, block_digest
-from kv_transport.interface import BlockSender, PushReceipt
-from pd_core.errors import DeadlineExceeded, KvrelayError, LeaseExpired, StaleTicket, Unreachable, WorkerLost
+from kv_transport.interface import PushReceipt
+from pd_core.errors import (
+    DeadlineExceeded,
+    KvrelayError,
+    LeaseExpired,
+    StaleTicket,
+    TransferError,
+    Unreachable,
+    WorkerLost,
+)
 from pd_core.handoff import (
     Abandon,
     AskVerdict,
@@ -36,97 +41,21 @@ from pd_core.handoff import (
     StopPushes,
     step,
 )
-from pd_core.memory import BlockMemory
 from pd_core.messages import AbandonPrefill, AllSent, FinishPrefill, HandoffVerdict, LeaseHeld, RenewLease
 from pd_core.ticket import FirstToken, Ticket
 from pd_core.transfer import PathTransfer
 from pd_rpc.address import format_address
 from pd_rpc.client import RpcClient
 from pd_rpc.limits import MAX_DEADLINE_S
-from pd_rpc.tasks import BackgroundTasks, finish_regardless
-from pd_worker.control import ControlConnections
-from pd_worker.counters import Counters
 from pd_worker.guard import guarded
 from pd_worker.incoming import RENEWALS_PER_LEASE
-from pd_worker.outgoing_blocks import DirectBlocks, OutgoingBlocks
+from pd_worker.outgoing_path import OutgoingPath
 
 _log = logging.getLogger(__name__)
 
 ABANDON_TIMEOUT_S = 1.0
-
-
-class OutgoingPath:
-    """What all handoffs of one worker share. Belongs to the event loop.
-
-    memory:         what the sender reads
-    blocks:         the pool, and how its blocks get into the memory; None: the memory is the pool
-    push_timeout_s: the longest that one push may take from its turn on, and that a verdict may take from the last push
-                    on while no block arrives. Who waits behind others is not late: each of those has a deadline
-    on_failure:     told of faults of ours, after which handoffs are no longer looked after
-    """
-
-    def __init__(
-        self,
-        memory: BlockMemory,
-        sender: BlockSender,
-        control: ControlConnections,
-        counters: Counters,
-        push_timeout_s: float,
-        on_failure: Callable[[BaseException], None],
-        blocks: OutgoingBlocks | None = None,
-    ) -> None:
-        self.blocks: OutgoingBlocks = DirectBlocks(memory) if blocks is None else blocks
-        self.sender = sender
-        self.control = control
-        self.counters = counters
-        self.push_timeout_s = push_timeout_s
-        self.tasks = BackgroundTasks(on_failure)
-        self.on_failure = on_failure
-        self._memory = memory
-        self._num_pushes = 0
-        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
-
-    @property
-    def block_bytes(self) -> int:
-        return self._memory.block_bytes
-
-    def most_at_once(self, ticket: Ticket) -> int | None:
-        """Most blocks of one push: what both pools allow."""
-        limits = [most for most in (ticket.most_frame_blocks, self.blocks.most_at_once) if most is not None]
-        return min(limits, default=None)
-
-    @contextmanager
-    def in_line(self) -> Iterator[float]:
-        """For one push; gives how long it may wait for room, seconds: those ahead of it may take so long together."""
-        self._num_pushes += 1
-        try:
-            yield self._num_pushes * self.push_timeout_s
-        finally:
-            self._num_pushes -= 1
-
-    async def digests(self, block_ids: Sequence[int]) -> list[int]:
-        """Digests of blocks of the memory, made beside the event loop. When it is cancelled too, nothing reads them."""
-        loop = asyncio.get_running_loop()
-        return await finish_regardless(loop.run_in_executor(self._digesting, self._digest_all, list(block_ids)))
-
-    def paths(self) -> dict[str, str]:
-        """How KV goes to each worker that we are connected to, by its name; see BlockSender.path_to."""
-        described = {peer.name: self.sender.path_to(peer.incarnation) for peer in self.control.peers}
-        return {name: path for name, path in described.items() if path}
-
-    async def close(self) -> None:
-        """Ends what still runs and the connections."""
-        await self.tasks.close()
-        await self.sender.close()
-        await self.control.close()
-        self._digesting.shutdown(wait=True)  # idle: every digest was awaited
-
-    def late_digests(self, block_ids: Sequence[int], keys: Sequence[int], known: dict[int, int]) -> Sequence[int]:
-        """The same without a detour: whoever sends the blocks makes them, unless they are `known` by their keys."""
-        return BlockDigests([self._memory.block(block_id) for block_id in block_ids], keys, known)
-
-    def _digest_all(self, block_ids: Sequence[int]) -> list[int]:
-        return [block_digest(self._memory.block(block_id)) for block_id in block_ids]
+AT_ONCE_S = 1.0
+"""A pool that cannot be reached, and says so sooner than this, is tried again: its connection may have been cut."""
 
 
 class OutgoingHandoff:
@@ -158,6 +87,7 @@ class OutgoingHandoff:
         self._pushes: set[asyncio.Task[None]] = set()
         self._num_arrived = 0
         self._verdict_limit: asyncio.Timeout | None = None
+        self._no_way: Unreachable | None = None  # why the last push found none
         self._lease = path.tasks.start(self._keep_lease(), f"lease-{ticket.ref.ticket_id}")
 
     @property
@@ -228,6 +158,8 @@ class OutgoingHandoff:
                 for push in self._pushes:
                     push.cancel()
             case Abandon(error=error):
+                if self._no_way is not None and type(error) is TransferError:  # blocks are missing, and this is why
+                    error = Unreachable(f"{error.message}: {self._no_way.message}")
                 self._error = error
                 if not self._is_let_go:
                     self._path.counters.add("handoffs_aborted_total")
@@ -253,9 +185,10 @@ class OutgoingHandoff:
     async def _push_part(self, indices: list[int]) -> None:
         """A push that breaks is no end: the verdict will say what is missing, as long as the receiver lives.
 
-        One that finds no way to the receiver's pool is: each further try would take as long, and no verdict says why.
+        One that finds no way to the receiver's pool may be: see `_found_no_way`.
         """
-        path = self._path
+        path, loop = self._path, asyncio.get_running_loop()
+        began_s = loop.time()
         block_ids = [self._block_ids[index] for index in indices]
         try:
             with path.in_line() as room_s:
@@ -264,11 +197,18 @@ class OutgoingHandoff:
                     receipt = await path.sender.push(self.ticket, indices, shown, digests, path.push_timeout_s)
         except KvrelayError as error:
             _log.warning("push of %d blocks failed: %s", len(indices), error, extra=self._extra)
-            if isinstance(error, Unreachable) and self.is_open:
-                self._feed(HandoffGivenUp(error))
+            if isinstance(error, Unreachable):
+                self._found_no_way(error, loop.time() - began_s)
             return
+        self._no_way = None
         self._note(receipt)
         self._path.counters.add("kv_bytes_sent_total", receipt.num_bytes)
+
+    def _found_no_way(self, error: Unreachable, took_s: float) -> None:
+        """Where that took long, each further try would take as long, and no verdict says why."""
+        self._no_way = error
+        if took_s >= AT_ONCE_S and self.is_open:
+            self._feed(HandoffGivenUp(error))
 
     def _note(self, receipt: PushReceipt) -> None:
         so_far = self._transfers.get(receipt.path, PathTransfer(receipt.path, 0, 0.0))
@@ -347,6 +287,7 @@ class OutgoingHandoff:
         One that does not answer may hear us all the same: it is told that we gave up, should its link come back.
         """
         client: RpcClient | None = None
+        patience_s = min(self.ticket.lease_s, self._path.push_timeout_s)  # both wait for what renewals bring
         try:
             client = await self._client()
             closed = asyncio.ensure_future(client.wait_closed())
@@ -356,7 +297,7 @@ class OutgoingHandoff:
                     if held.num_arrived > self._num_arrived:
                         self._num_arrived = held.num_arrived
                         self._await_verdict_anew()
-                    await asyncio.wait([closed], timeout=self.ticket.lease_s / RENEWALS_PER_LEASE)
+                    await asyncio.wait([closed], timeout=patience_s / RENEWALS_PER_LEASE)
                 raise WorkerLost(f"the decode worker of ticket {self.ticket.ref.ticket_id} is lost: {closed.result()}")
             finally:
                 closed.cancel()

@@ -26,8 +26,9 @@ from pd_rpc.tasks import finish_regardless
 from pd_worker.control import ControlConnections
 from pd_worker.counters import Counters
 from pd_worker.open_requests import OpenRequests
-from pd_worker.outgoing import OutgoingHandoff, OutgoingPath
+from pd_worker.outgoing import OutgoingHandoff
 from pd_worker.outgoing_blocks import OutgoingBlocks
+from pd_worker.outgoing_path import OutgoingPath
 from pd_worker.probe_target import RETRY_AFTER_S, check_probe_size
 
 MAX_ROUNDS = 100

@@ -13,8 +13,10 @@ QUIET_S = 0.3
 QUIET_AFTER_BREAK_S = 0.05
 """The same when a connection broke in the middle of a frame: its bytes are known to be lost."""
 SLOWEST_BYTES_PER_S = 20e6
-"""A slower path than this is taken for a dead one."""
+"""A slower path than this is taken for a dead one, unless blocks have come more slowly before."""
 LONGEST_QUIET_S = 3.0
+GAPS = 4
+"""What came in steps so far may come in a step so many times longer before it counts as missing."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -24,12 +26,14 @@ class Arrival(msgspec.Struct, frozen=True):
     num_corrupt:  of those, blocks that came wrong since the last answer
     has_broken:   whether a connection broke in the middle of a frame since then
     last_news_s:  when something was heard of the writer or its blocks
+    longest_gap_s: between two arrivals of blocks so far: how slow the wire is known to be
     """
 
     num_missing: int
     num_corrupt: int
     has_broken: bool
     last_news_s: float
+    longest_gap_s: float = 0.0
 
 
 def answer_at_s(arrival: Arrival, block_bytes: int) -> float:
@@ -39,4 +43,5 @@ def answer_at_s(arrival: Arrival, block_bytes: int) -> float:
     if arrival.has_broken:
         return arrival.last_news_s + QUIET_AFTER_BREAK_S
     quiet_s = QUIET_S + arrival.num_missing * block_bytes / SLOWEST_BYTES_PER_S
+    quiet_s = max(quiet_s, GAPS * arrival.longest_gap_s)
     return arrival.last_news_s + min(quiet_s, LONGEST_QUIET_S)

@@ -24,8 +24,9 @@ from pd_rpc.tasks import BackgroundTasks
 from pd_rpc.wire import PeerIdentity
 from pd_worker.control import ControlConnections
 from pd_worker.outbox import Outbox, let_messages_out
-from pd_worker.outgoing import OutgoingHandoff, OutgoingPath
+from pd_worker.outgoing import OutgoingHandoff
 from pd_worker.outgoing_blocks import DirectBlocks, OutgoingBlocks
+from pd_worker.outgoing_path import OutgoingPath
 from pd_worker.path_probe import PathProber
 from pd_worker.policy import Share, next_shares
 from pd_worker.shell import WorkerShell, check_peer, log_extra

@@ -74,7 +74,7 @@ class RequestRun:
     def __init__(
         self,
         request: GenerateRequest,
-        host: RunHost,
+        host: RunHost[RequestRun],
         *,
         arrived_s: float,
         deadline_s: float,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -12,11 +12,11 @@ from pd_core.transfer import PathTransfer
 from router.legs import WorkerStream
 from router.view import WorkerRef
 
-if TYPE_CHECKING:
-    from router.request_run import RequestRun
+RunT_contra = TypeVar("RunT_contra", contravariant=True)
+"""The shell of a request."""
 
 
-class RunHost(Protocol):
+class RunHost(Protocol[RunT_contra]):
     """All of it returns at once."""
 
     def now_s(self) -> float: ...
@@ -56,7 +56,7 @@ class RunHost(Protocol):
         """
         ...
 
-    def turn_given_back(self, run: RequestRun, refused_by: WorkerRef) -> None: ...
+    def turn_given_back(self, run: RunT_contra, refused_by: WorkerRef) -> None: ...
 
     def token_given(self, gap_s: float | None) -> None:
         """gap_s: see Observer"""
@@ -66,4 +66,4 @@ class RunHost(Protocol):
         """What the prefill worker says that it sent; it may say so after the request is over."""
         ...
 
-    def run_over(self, run: RequestRun) -> None: ...
+    def run_over(self, run: RunT_contra) -> None: ...

@@ -25,7 +25,7 @@ def forbid_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_digest(_: memoryview) -> int:
         raise AssertionError("nobody asked for digests")
 
-    for module in ("pd_worker.outgoing", "kv_transport.digest", "kv_transport.reception"):
+    for module in ("pd_worker.outgoing_path", "kv_transport.digest", "kv_transport.reception"):
         monkeypatch.setattr(f"{module}.block_digest", no_digest)
 
 

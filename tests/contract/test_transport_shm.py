@@ -90,7 +90,7 @@ async def test_a_cancelled_push_returns_only_when_no_thread_makes_a_digest_of_it
     monkeypatch.setattr("kv_transport.digest.block_digest", slow_digest)
     async with shm_pair(4, options=QUICK) as pair:
         ticket, arrivals = pair.open([3, 1])
-        digests = BlockDigests([pair.source.block(0), pair.source.block(1)], [0, 1])
+        digests = BlockDigests([memoryview(b"one"), memoryview(b"two")], [0, 1])
         push = asyncio.ensure_future(pair.sender.push(ticket, [0, 1], [0, 1], digests, 5.0))
         await until(is_inside.is_set)
         push.cancel()

@@ -139,6 +139,16 @@ async def test_connections_that_come_and_go_in_mid_frame_leave_neither_files_nor
         assert len([event for event in arrivals.events if hasattr(event, "reason")]) == 45
 
 
+async def test_a_connection_that_the_sender_ends_because_it_is_idle_takes_its_part_of_ucx_along():
+    async with ucx_pair(2, options=msgspec.structs.replace(UCX_OPTIONS, sender_idle_s=0.05)) as pair:
+        ticket, _ = pair.open([0])
+        num_files = num_open_files()
+        for _ in range(3):
+            await pair.push(ticket, [0], [0])
+            await until(lambda: not any(name.startswith(("kv-send", "kv-receive")) for name in transport_threads()))
+        assert num_open_files() <= num_files
+
+
 async def test_blocks_that_ucx_does_not_let_go_of_stay_in_quarantine_and_it_is_said(monkeypatch, caplog):
     async with ucx_pair(3, options=msgspec.structs.replace(UCX_OPTIONS, leave_s=0.2)) as pair:
         ticket, arrivals = pair.open([0, 1])

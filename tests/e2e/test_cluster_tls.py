@@ -26,7 +26,7 @@ async def test_a_cluster_serves_under_tls_and_takes_nobody_without(tmp_path: Pat
         assert outcome.status == 200
         assert outcome.body["choices"][0]["token_ids"] == expected_ids("hello", 8)
         page = (await fake.http.get(f"/v1/requests/{outcome.body['id']}")).json()
-        assert "tcp" in str(page)
+        assert page["transfer"]["path"] == "tcp"
         for endpoint in fake.cluster.endpoints:
             assert endpoint.host == "::1"
             with pytest.raises(KvrelayError, match="speaks TLS"):

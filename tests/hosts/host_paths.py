@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-NO_UCX = pytest.mark.skipif(
-    importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed: pip install 'kvrelay[ucx]'"
-)
+from kv_transport.ucx_library import is_installed
+from kv_transport.ucx_offer import NOT_INSTALLED
+
+NO_UCX = pytest.mark.skipif(not is_installed(), reason=NOT_INSTALLED)
 NETWORK_PATHS = ["tcp", pytest.param("ucx", marks=NO_UCX)]
 over_every_network_path = pytest.mark.parametrize("path", NETWORK_PATHS)

@@ -69,15 +69,36 @@ async def test_a_wire_slower_than_prefill_takes_longer_than_the_lease_which_rene
 
 
 @over_every_network_path
-async def test_a_wire_on_which_a_handoff_takes_longer_than_it_may_costs_the_request_and_no_block(
+async def test_many_chunks_on_a_wire_slower_than_prefill_take_many_push_timeouts_and_arrive(
     network: HostNetwork, tmp_path: Path, path: str
 ) -> None:
-    async with workers_on(network, tmp_path, host_config(path=path, push_s=0.5), head_bytes=HEAD_BYTES) as rig:
+    """Nineteen pushes wait for each other, four seconds in all; each has a fifth of a second on the wire."""
+    async with workers_on(
+        network, tmp_path, host_config(path=path, lease_s=3.0, push_s=1.5), head_bytes=HEAD_BYTES
+    ) as rig:
         network.links["decode"].narrow(300_000)
+        run = rig.run(make_request("r1", PROMPT_TOKENS, 3))
+        await run.tokens()
+        check_stream(run)
+        assert run.committed is not None
+        assert run.committed.wait_s > NUM_BLOCKS * BLOCK_BYTES / 300_000 - 0.2 > 3.0
+        assert run.committed.num_bytes == NUM_BLOCKS * BLOCK_BYTES  # nothing came twice
+        assert await rig.path_to_decode() == path  # no failure is held against it
+        network.links["decode"].widen()
+
+
+@over_every_network_path
+async def test_a_wire_on_which_a_block_takes_longer_than_a_push_may_costs_the_request_and_no_block(
+    network: HostNetwork, tmp_path: Path, path: str
+) -> None:
+    async with workers_on(
+        network, tmp_path, host_config(path=path, lease_s=3.0, push_s=0.2), head_bytes=HEAD_BYTES
+    ) as rig:
+        network.links["decode"].narrow(60_000)
         error = await outcome_of(rig.run(make_request("r1", PROMPT_TOKENS, 3)))
         assert isinstance(error, DeadlineExceeded | TransferError)  # no verdict in time, or too many pushes given up
-        await asyncio.gather(until_idle(rig.to_prefill), until_idle(rig.to_decode))
         network.links["decode"].widen()
+        await asyncio.gather(until_idle(rig.to_prefill), until_idle(rig.to_decode))
 
 
 @over_every_network_path

@@ -64,3 +64,26 @@ def test_ucx_that_cannot_be_encrypted_is_refused_together_with_tls_naming_both()
     assert caught.value.param == "transfer.path"
     parse_config({"transfer": {"path": "ucx"}})
     parse_config({"tls": files})
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "path", "tcp_connections", "param"),
+    [
+        (4, "tcp", 16, None),
+        (5, "tcp", 16, "transfer.tcp_connections"),
+        (5, "auto", 16, "transfer.tcp_connections"),
+        (5, "shm", 16, None),
+        (64, "auto", None, None),
+        (65, "auto", None, "prefill.num_workers"),
+    ],
+)
+def test_writers_that_one_pool_has_no_connections_for_are_refused(
+    num_workers: int, path: str, tcp_connections: int | None, param: str | None
+) -> None:
+    tree = {"prefill": {"num_workers": num_workers}, "transfer": {"path": path, "tcp_connections": tcp_connections}}
+    if param is None:
+        assert parse_config(tree).prefill.num_workers == num_workers
+        return
+    with pytest.raises(ConfigError, match="a decode worker takes 64") as caught:
+        parse_config(tree)
+    assert caught.value.param == param

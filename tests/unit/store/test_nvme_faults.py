@@ -231,6 +231,46 @@ async def test_a_read_that_comes_back_late_does_not_touch_its_callers_memory(tmp
         assert tier.stats().counters["nvme_blocks_corrupt_total"] == 0
 
 
+async def test_a_caller_that_is_cancelled_has_its_memory_to_itself(tmp_path: Path) -> None:
+    files = BreakableFiles()
+    gate = threading.Event()
+    async with opened(settings(tmp_path, stuck_after_s=60.0), files) as tier:
+        await written(tier, chain(1, 3))
+        files.fault = blocked_by(gate, "read")
+        places = [bytearray(BLOCK_BYTES) for _ in range(3)]
+        wanted = [BlockToRead(name_of(1, position), memoryview(places[position])) for position in range(3)]
+        files.calls.clear()
+        reading = asyncio.create_task(tier.read(wanted, SOON_S))
+        await until(lambda: files.calls.count("read") >= 3)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        gate.set()
+        await until(lambda: tier._core.volume is not None and tier._core.volume.num_jobs == 0)
+        assert places == [bytes(BLOCK_BYTES)] * 3
+        assert await read_back(tier, chain(1, 3)) == [True] * 3
+
+
+async def test_more_than_the_queue_holds_is_missed_and_refused_at_once(tmp_path: Path) -> None:
+    files = BreakableFiles()
+    gate = threading.Event()
+    few = settings(tmp_path, stuck_after_s=60.0, num_threads=2, max_queued_blocks=3, look_every_s=60.0)
+    async with opened(few, files) as tier:
+        for b in chain(1, 8):
+            await written(tier, [b])
+        files.calls.clear()
+        files.fault = blocked_by(gate, "read")
+        reading = [asyncio.create_task(read_back(tier, chain(1, 8)))]
+        await until(lambda: files.calls.count("read") >= 2)  # both threads are in the disk
+        reading.append(asyncio.create_task(read_back(tier, chain(1, 8))))
+        await until(lambda: tier.stats().num_queued == 3)
+        began_s = time.monotonic()
+        assert await read_back(tier, chain(1, 8)) == [False] * 8
+        assert time.monotonic() - began_s < LOOP_GAP_S
+        gate.set()
+        for came in await asyncio.gather(*reading):
+            assert 0 < sum(came) < 8
+
+
 async def test_a_write_that_is_late_does_not_read_its_callers_memory_any_more(tmp_path: Path) -> None:
     files = BreakableFiles()
     gate = threading.Event()

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transport.doorbell_frames import MAX_BODY_BYTES, MAX_FRAME_BLOCKS, Attached, Refused, Taken, decode, encode
-from kv_transport.shm_frames import FROM_RECEIVER, FROM_SENDER, Attach, Doorbell, check_doorbell, doorbells
+from kv_transport.shm_frames import (
+    FIRST_FRAME_BLOCKS,
+    FROM_RECEIVER,
+    FROM_SENDER,
+    Attach,
+    Doorbell,
+    check_doorbell,
+    doorbells,
+)
 from pd_core.errors import ProtocolError
 from pd_core.ticket import TicketRef
 from pd_rpc.frames import FrameReader

@@ -48,8 +48,9 @@ def test_a_hang_is_a_sentence_after_the_deadline_and_nothing_is_left_running(tmp
     assert time.monotonic() - started_s < 5
     pids = [int(pid) for pid in pid_file.read_text().split()]
     assert len(pids) == 2
-    for pid in pids:
-        assert not is_running(pid)
+    while any(is_running(pid) for pid in pids):  # all are killed; the kernel may be busy with one of them for a moment
+        assert time.monotonic() - started_s < 5
+        time.sleep(0.01)
 
 
 def test_a_child_that_explains_itself_is_quoted():
@@ -70,7 +71,7 @@ def test_a_child_that_ends_well_without_a_report_is_no_working_ucx(said):
 
 def test_without_ucxx_the_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("kv_transport.ucx_probe.is_installed", lambda: False)
-    with pytest.raises(TransferError, match=r"pip install 'kvrelay\[ucx\]'"):
+    with pytest.raises(TransferError, match=r"pip install '\.\[ucx\]'"):
         probe_ucx("127.0.0.1", command=stub("sys.exit(0)"))
 
 

@@ -97,6 +97,14 @@ def test_a_broken_connection_is_waited_for_shortly_and_a_silent_one_longer() -> 
     assert silent == pytest.approx(5.0 + QUIET_S, abs=0.001)
 
 
+def test_on_a_slow_wire_blocks_are_missing_only_after_a_much_longer_silence_than_any_before() -> None:
+    slow = answer_at_s(Arrival(3, 0, has_broken=False, last_news_s=5.0, longest_gap_s=0.4), 256)
+    assert slow == pytest.approx(5.0 + 4 * 0.4)
+    assert answer_at_s(Arrival(3, 0, has_broken=False, last_news_s=5.0, longest_gap_s=60.0), 256) == 8.0
+    quick = answer_at_s(Arrival(3, 0, has_broken=False, last_news_s=5.0, longest_gap_s=0.001), 256)
+    assert quick == answer_at_s(Arrival(3, 0, has_broken=False, last_news_s=5.0), 256) < 5.5
+
+
 @given(st.integers(1, 10_000), st.integers(1, 1 << 24), st.floats(0, 1e6))
 def test_the_wait_for_the_rest_is_bounded_however_much_is_missing(
     num_missing: int, block_bytes: int, now_s: float
