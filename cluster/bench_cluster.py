@@ -7,6 +7,8 @@ called, the command is run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
 import urllib.parse
@@ -101,12 +103,23 @@ def _seen(ready: _Ready, pid: int) -> RunningCluster:
     host, port = address.hostname or "", address.port or 0
     try:
         workers = [
-            WorkerProcess(worker.name, worker.role, worker.pid, psutil.Process(worker.pid).cpu_affinity())
-            for worker in ready.workers
+            WorkerProcess(worker.name, worker.role, worker.pid, computing_cores(worker.pid)) for worker in ready.workers
         ]
         return RunningCluster(host, port, ready.model, _listener(pid, port), workers)
     except psutil.Error as error:
         raise Unavailable(f"a process of the cluster cannot be looked at: {error}") from error
+
+
+def computing_cores(pid: int) -> list[int]:
+    """Where a worker computes: those of its threads that do are tied to fewer cores than the others, or all to none.
+
+    Raises psutil.Error when there is no such process.
+    """
+    found = []
+    for thread in psutil.Process(pid).threads():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            found.append(sorted(os.sched_getaffinity(thread.id)))
+    return min(found, key=len)
 
 
 def _listener(pid: int, port: int) -> int:

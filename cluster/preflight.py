@@ -21,6 +21,7 @@ from pd_rpc.tls import load_tls
 FIRST_PARTY = (
     "cluster",
     "decode_worker",
+    "kv_store",
     "kv_transport",
     "load_tests",
     "pd_core",

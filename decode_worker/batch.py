@@ -13,7 +13,6 @@ from decode_worker.sequence import DecodeSequence
 from pd_core.errors import EngineError
 from pd_worker.counters import Counters
 from pd_worker.engine_thread import EngineThread
-from pd_worker.outbox import let_messages_out
 from pd_worker.step_run import PartDone, PartOutcome, StepPart, StepRunner
 
 _log = logging.getLogger(__name__)
@@ -71,7 +70,6 @@ class DecodeBatch:
     async def run(self) -> None:
         """Steps for ever; ends by cancellation, and then no step is under way."""
         while True:
-            await let_messages_out()
             self._news.clear()
             parts = self._plan()
             if not parts:

@@ -16,7 +16,7 @@ from pd_core.errors import ConfigError
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
-    """cores: those that it is tied to; unless the config says otherwise it has as many threads."""
+    """cores: those that it computes on; unless the config says otherwise it has as many threads."""
 
     name: str
     role: Literal["prefill", "decode"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pd_core.engine import Engine, SequenceStep
 from pd_core.errors import EngineError, InvalidTransition, KvrelayError
 from pd_rpc.tasks import finish_regardless
-from pd_worker.process import let_others_first
+from pd_worker.process import compute_on
 
 _log = logging.getLogger(__name__)
 
@@ -84,12 +84,17 @@ class EngineThread:
         self._jobs: queue.SimpleQueue[_Job | _Stop] = queue.SimpleQueue()
         self._current: _Job | None = None
         self._last: _Job | None = None
+        self._cores: list[int] = []
         # A daemon: an engine that hangs in native code must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
 
     @property
     def is_busy(self) -> bool:
         return self._current is not None
+
+    def use_cores(self, cores: Sequence[int]) -> None:
+        """Before `start`: the only ones that it computes on; see compute_on."""
+        self._cores = list(cores)
 
     def start(self) -> None:
         self._thread.start()
@@ -136,7 +141,7 @@ class EngineThread:
             raise
 
     def _run(self) -> None:
-        let_others_first()
+        compute_on(self._cores)
         while isinstance(job := self._jobs.get(), _Job):
             self._run_one(job)
         job.answer.resolve([])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import logging.handlers
 import os
@@ -18,27 +17,24 @@ COMPUTING_NICE = 5
 LOWEST_NICE = 19
 
 
-def use_cores(cores: Sequence[int]) -> None:
-    """Ties every thread of this process, and every one that is started later, to these cores.
+def compute_on(cores: Sequence[int]) -> None:
+    """The calling thread, and those that it starts, run on these cores alone, and leave a core at once to any other
+    thread of ours that wakes up. Without cores they run wherever the process may.
 
-    Raises OSError when this process may not run on any of them.
-    """
-    for entry in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            os.sched_setaffinity(int(entry.name), cores)
+    For threads that compute. All others of a worker, its event loop, receivers and Ray's, may run on any core: what
+    they do is short, and beside one that computes they find their caches emptied at every step, and take its time.
 
+    With equal shares a thread that has been computing keeps its core for the rest of a time slice, milliseconds, while
+    the event loop and the receivers of KV wait, who have a tenth of a millisecond's work; and when nobody else wants
+    the core, a lower share takes nothing away. (Being a batch thread, the kernel's other way to say so, did not help.)
+    The price: beside another process of the same session that never rests, they get a quarter of a core they share and
+    not half. It cannot be taken back without privileges, so it is for threads that end or compute for ever.
 
-def let_others_first() -> None:
-    """The calling thread, and those that it starts, leave a core at once to any other thread of ours that wakes up.
-
-    For threads that compute. With equal shares one that has been computing keeps its core for the rest of a time slice,
-    milliseconds, while the event loop and the receivers of KV wait, who have a tenth of a millisecond's work; and when
-    nobody else wants the core, a lower share takes nothing away. (Being a batch thread, the kernel's other way to say
-    so, did not help.) The price: beside another process of the same session that never rests, they get a quarter of a
-    core they share and not half. It cannot be taken back without privileges, so it is for threads that end or compute
-    for ever.
+    Raises OSError when this process may not run on any of the cores.
     """
     own = 0  # to Linux the thread that calls, not its process
+    if cores:
+        os.sched_setaffinity(own, cores)
     nice = os.getpriority(os.PRIO_PROCESS, own) + COMPUTING_NICE
     os.setpriority(os.PRIO_PROCESS, own, min(nice, LOWEST_NICE))
 

@@ -19,7 +19,7 @@ from pd_core.messages import WorkerEndpoint
 from pd_rpc.tasks import BackgroundTasks
 from pd_worker.build import Role, build_engine
 from pd_worker.device_ring import call_soon
-from pd_worker.process import let_others_first, log_to, use_cores
+from pd_worker.process import compute_on, log_to
 from pd_worker.shell import WorkerShell
 from pd_worker.worker_pool import WorkerPool
 
@@ -40,7 +40,7 @@ class Worker(Protocol):
 class WorkerActor(ABC):
     """One boot of a worker of `role`.
 
-    cores: the only ones that this process runs on; empty leaves it where it is
+    cores: the only ones that its engine computes on; empty leaves it anywhere
     cache_dir: where converted models lie; log_path: where log lines go, None is standard error
     """
 
@@ -57,13 +57,12 @@ class WorkerActor(ABC):
         log_path: str | None,
     ) -> None:
         log_to(None if log_path is None else Path(log_path))
-        if cores:
-            use_cores(cores)
         self.name = name
         self.incarnation = incarnation
         self.secret = secret
         self.config = config
         section = config.prefill if self.role == "prefill" else config.decode
+        self._cores = cores
         self._num_threads = section.num_threads or max(1, len(cores))
         self._cache_dir = Path(cache_dir)
         self._pool: WorkerPool | None = None
@@ -79,7 +78,7 @@ class WorkerActor(ABC):
     async def start(self) -> WorkerEndpoint:
         """Loads the model, which takes seconds, and listens. Raises ModelError, ConfigError, EngineError, OSError."""
         # In a thread of its own: those that the engine starts to compute with are as this one is.
-        building = ThreadPoolExecutor(1, "build-engine", initializer=let_others_first)
+        building = ThreadPoolExecutor(1, "build-engine", initializer=compute_on, initargs=(self._cores,))
         try:
             engine, pool = await asyncio.get_running_loop().run_in_executor(
                 building, build_engine, self.config, self.role, self._num_threads, self._cache_dir
@@ -88,6 +87,7 @@ class WorkerActor(ABC):
             building.shutdown(wait=False)  # one that is cancelled in the middle ends by itself
         self._pool = pool
         worker = self._worker = self.make_worker(engine, pool)
+        worker.shell.engine_thread.use_cores(self._cores)
         pool.start(partial(call_soon, asyncio.get_running_loop(), worker.shell.fail))
         endpoint = await worker.start()
         self._tasks.start(self._end_at_failure(worker), "end-at-failure")

@@ -1,4 +1,4 @@
-"""Connections for KV that cannot be made: one that was cut meanwhile costs a moment, one that nobody takes the request."""
+"""Connections for KV that cannot be made: one that was cut costs a moment, one that nobody takes the request."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ async def test_first_and_second_token_show_which_worker_made_them(rig: Rig) -> N
 
 
 async def test_the_messages_of_both_legs_tell_what_the_handoff_was(rig: Rig) -> None:
-    run = rig.run(make_request("report", 3 * CHUNK_TOKENS + 1, 2))
+    run = rig.run(
+        make_request("report", 3 * CHUNK_TOKENS + 1, 100)
+    )  # so many that prefill's report comes before the last
     await run.tokens()
     assert run.committed is not None
     num_blocks = 3 * CHUNK_TOKENS // B + 1

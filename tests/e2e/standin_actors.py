@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pd_core.config import Config
@@ -13,6 +13,7 @@ from pd_core.ledger import LedgerCounts
 from pd_core.messages import WatchStatus, WorkerEndpoint, WorkerState, WorkerStatus
 from pd_rpc.server import RpcServer
 from pd_rpc.wire import PeerIdentity
+from pd_worker.process import compute_on
 
 
 def visible_gpus(_actor: object) -> str:
@@ -33,8 +34,8 @@ class StandinWorker:
         cache_dir: str,
         log_path: str | None,
     ) -> None:
-        for thread in Path("/proc/self/task").iterdir():  # the call pins one thread; those made later inherit it
-            os.sched_setaffinity(int(thread.name), cores)
+        self._computing = ThreadPoolExecutor(1, initializer=compute_on, initargs=(cores,))
+        self._computing.submit(os.getpid).result()  # now there is a thread that would compute
         self._name, self._incarnation, self._config = name, incarnation, config
         self._stopped = asyncio.Event()
         identity = PeerIdentity(name=name, role=self.role, incarnation=incarnation)

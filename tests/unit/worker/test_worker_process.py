@@ -17,7 +17,7 @@ from pd_core.engine import SequenceStep
 from pd_core.errors import ConfigError
 from pd_core.request import SamplingParams
 from pd_worker.build import Role, build_engine, ring_blocks
-from pd_worker.process import COMPUTING_NICE, LOWEST_NICE, let_others_first, log_to, use_cores
+from pd_worker.process import COMPUTING_NICE, LOWEST_NICE, compute_on, log_to
 
 FAKE = Config(
     model=ModelConfig(path="fake", fake=FakeEngineConfig(context_tokens=128)),
@@ -49,30 +49,34 @@ def test_a_ring_holds_a_few_chunks_and_never_more_than_the_pool() -> None:
     assert ring_blocks(256, 5) == 5
 
 
-def test_a_process_is_tied_to_cores_that_it_has_and_to_no_others() -> None:
+def test_a_thread_that_computes_and_its_children_are_tied_to_its_cores_and_nobody_else() -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
-    try:
-        use_cores([one])
-        assert os.sched_getaffinity(0) == {one}
+
+    def cores_of_a_child() -> set[int]:
+        with ThreadPoolExecutor(1) as child:
+            return child.submit(os.sched_getaffinity, 0).result()
+
+    with ThreadPoolExecutor(1, initializer=compute_on, initargs=([one],)) as computing:
+        assert computing.submit(cores_of_a_child).result() == {one}
         with pytest.raises(OSError, match="Invalid argument"):
-            use_cores([100_000])
-    finally:
-        use_cores(sorted(before))
+            computing.submit(compute_on, [100_000]).result()
+    with ThreadPoolExecutor(1, initializer=compute_on, initargs=([],)) as computing:
+        assert computing.submit(cores_of_a_child).result() == before
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_thread_that_lets_others_first_takes_its_children_along_and_nobody_else() -> None:
+def test_a_thread_that_computes_lets_others_first_takes_its_children_along_and_nobody_else() -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
 
     def nice_of_a_child() -> int:
         with ThreadPoolExecutor(1) as child:
             return child.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
 
-    with ThreadPoolExecutor(1, initializer=let_others_first) as computing:
+    with ThreadPoolExecutor(1, initializer=compute_on, initargs=([],)) as computing:
         assert computing.submit(nice_of_a_child).result() == min(own + COMPUTING_NICE, LOWEST_NICE)
         for _ in range(3):
-            computing.submit(let_others_first).result()  # the lowest is no error
+            computing.submit(compute_on, []).result()  # the lowest is no error
         assert computing.submit(nice_of_a_child).result() == LOWEST_NICE
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
