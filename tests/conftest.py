@@ -117,7 +117,7 @@ async def nothing_is_left_in_the_loop() -> AsyncIterator[None]:
     ends_s = time.monotonic() + SETTLE_S
     while leaks := left_behind(before, _ours()):
         assert time.monotonic() < ends_s, "left behind: " + "; ".join(leaks)
-        gc.collect()  # asyncio leaves the socket of a connection that was cancelled while it was made to the collector
+        gc.collect()  # as tests/leaks.py does: what only a cycle keeps is no leak
         await asyncio.sleep(POLL_S)
 
 
